@@ -1,0 +1,31 @@
+# Each target makes its own .venv from the project's files if there is none.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test check bench clean
+
+help:  ## show the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed  ## train a LeNet on handwritten digits with the full method (about a minute)
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/.installed  ## run all tests
+	$(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.installed  ## lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed  ## measure training steps against the dense model
+	$(BIN)/python benchmarks/step.py
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

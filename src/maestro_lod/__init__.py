@@ -1,0 +1,30 @@
+"""Any PyTorch model in, one training run, every size out."""
+
+from maestro_lod.checkpoint import load, save
+from maestro_lod.cost import summary
+from maestro_lod.errors import MaestroError
+from maestro_lod.layers.ranks import at_ranks, ranks
+from maestro_lod.surgery import decompose, extract, fuse, survey
+from maestro_lod.train.lod import LoD
+from maestro_lod.train.penalty import group_lasso, importance, prox_group_lasso_
+from maestro_lod.train.sampling import RankSampler
+from maestro_lod.train.shrink import shrink
+
+__all__ = [
+    "LoD",
+    "MaestroError",
+    "RankSampler",
+    "at_ranks",
+    "decompose",
+    "extract",
+    "fuse",
+    "group_lasso",
+    "importance",
+    "load",
+    "prox_group_lasso_",
+    "ranks",
+    "save",
+    "shrink",
+    "summary",
+    "survey",
+]

@@ -1,0 +1,52 @@
+"""One exception family: every message names the thing, the value and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MaestroError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+
+class LayerError(MaestroError, ValueError):
+    """A layer, pattern or model that cannot be used as asked."""
+
+
+class RankError(MaestroError, ValueError):
+    """A rank that the layer cannot have."""
+
+
+class OptionError(MaestroError, ValueError):
+    """An option with a value that makes no sense."""
+
+
+class TrainingError(MaestroError, RuntimeError):
+    """Training that would silently do nothing or has gone wrong."""
+
+
+class CheckpointError(MaestroError, RuntimeError):
+    """A file that is damaged, foreign, or of another model."""
+
+
+def listed(names: Iterable[str], most: int = 6) -> str:
+    """Join names for a message; a long list is cut and counted, the model itself is spelled out."""
+    shown = [name or "(the model itself)" for name in names]
+    if len(shown) <= most:
+        return ", ".join(shown) if shown else "none"
+    return f"{', '.join(shown[:most])}, … ({len(shown)})"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the closest known name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def require_nonnegative(option: str, value: float) -> float:
+    """Return the value as a float, or refuse one that is negative, NaN or infinite."""
+    number = float(value)
+    if not 0.0 <= number < float("inf"):
+        raise OptionError(f"{option}={value!r} must be a finite number that is zero or larger.")
+    return number

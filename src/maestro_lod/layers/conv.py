@@ -1,0 +1,257 @@
+"""Low-rank convolutions, plain and transposed, in one, two and three dimensions.
+
+A convolution becomes a k×k convolution to `rank` channels, which carries stride, padding and
+dilation, and a 1×1 convolution; a transposed one a 1×1 convolution and then the k×k transposed.
+Both factors thus run at the same positions, and "dense or factored" has one answer for parameters
+and MACs alike. With groups, every group has its own factors and all share one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from maestro_lod.layers.lowrank import LowRank, empty_like_weight, with_parameters
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_CONV_TYPE: dict[int, type[_ConvNd]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_CONV_TRANSPOSE_TYPE: dict[int, type[_ConvTransposeNd]] = {
+    1: nn.ConvTranspose1d,
+    2: nn.ConvTranspose2d,
+    3: nn.ConvTranspose3d,
+}
+
+
+class _AnyConv(LowRank):
+    """What plain and transposed convolutions share: the options of torch's own layers."""
+
+    def _take_options(self, dense: _ConvNd) -> Self:
+        self.in_channels, self.out_channels = dense.in_channels, dense.out_channels
+        self.kernel_size, self.stride = dense.kernel_size, dense.stride
+        self.padding, self.dilation = dense.padding, dense.dilation
+        self.padding_mode, self.output_padding = dense.padding_mode, dense.output_padding
+        return self.train(dense.training)
+
+    @property
+    def dimensions(self) -> int:
+        return len(self.kernel_size)
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "kernel_size": self.kernel_size,
+            "stride": self.stride,
+            "padding": self.padding,
+            "dilation": self.dilation,
+            "groups": self.groups,
+            "padding_mode": self.padding_mode,
+            "device": "meta",
+        }
+
+    def _pointwise(self, weight: Tensor) -> Tensor:
+        """Give (out, in) the layout of a 1×1 convolution's weight."""
+        return weight.view(*weight.shape, *[1] * self.dimensions)
+
+    def extra_repr(self) -> str:
+        shown = (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
+            f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, "
+        )
+        if any(self.output_padding):
+            shown += f"output_padding={self.output_padding}, "
+        if self.padding_mode != "zeros":
+            shown += f"padding_mode={self.padding_mode}, "
+        return f"{shown}groups={self.groups}, {self._repr_rank()}"
+
+
+class LowRankConv(_AnyConv):
+    """`nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` as v (k×k, to the active rank), then u (1×1)."""
+
+    _pad_amounts: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return f"Conv{self.dimensions}d"
+
+    @classmethod
+    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
+        assert isinstance(dense, _ConvNd)
+        out, into, groups = dense.out_channels, dense.in_channels, dense.groups
+        if rank is None:
+            rank = min(out // groups, into // groups * math.prod(dense.kernel_size))
+        layer = cls(
+            empty_like_weight(dense, out, rank),
+            empty_like_weight(dense, rank, into, *dense.kernel_size),
+            None if dense.bias is None else empty_like_weight(dense, out),
+            groups=groups,
+            trainable=dense.weight.requires_grad,
+        )
+        # torch computes the amounts to pad ("same" included) once, in F.pad's order
+        layer._pad_amounts = tuple(dense._reversed_padding_repeated_twice)
+        return layer._take_options(dense)
+
+    def _positions(self, x: Tensor) -> int:
+        dims = self.dimensions
+        count = x.shape[0] if x.ndim == dims + 2 else 1
+        for i in range(dims):
+            pad = sum(self._pad_amounts[2 * (dims - 1 - i) : 2 * (dims - i)])
+            reach = self.dilation[i] * (self.kernel_size[i] - 1)
+            count *= (x.shape[i - dims] + pad - reach - 1) // self.stride[i] + 1
+        return count
+
+    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding: Any = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._pad_amounts, mode=self.padding_mode), 0
+        conv = _CONV[self.dimensions]
+        return conv(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+    def _apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._convolve(x, weight, self.bias)
+
+    def _apply_factors(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        z = self._convolve(x, self._first(v), None)  # (N, groups · rank, *positions)
+        return _CONV[self.dimensions](z, self._pointwise(u), self.bias, groups=self.groups)
+
+    def _first(self, v: Tensor) -> Tensor:
+        """Give (r, in, *k) the layout (groups · r, in/groups, *k)."""
+        if self.groups == 1:
+            return v
+        _, right = self._matrices(self.u[:, : v.shape[0]], v)
+        return right.reshape(-1, self.in_channels // self.groups, *self.kernel_size)
+
+    def _to_weight(self, matrices: Tensor) -> Tensor:
+        into = self.in_channels // self.groups
+        return matrices.reshape(self.out_channels, into, *self.kernel_size)
+
+    def _to_matrices(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.groups, self.out_channels // self.groups, -1)
+
+    def dense(self, rank: int | None = None) -> nn.Module:
+        weight = self._compose(*self.truncated(rank))
+        conv: Any = _CONV_TYPE[self.dimensions]
+        bias = self.bias is not None
+        plain = conv(self.in_channels, self.out_channels, bias=bias, **self._options())
+        return with_parameters(plain, self, weight, bias=True)
+
+    def factored(self, rank: int | None = None) -> nn.Module:
+        u, v = self.truncated(rank)
+        conv: Any = _CONV_TYPE[self.dimensions]
+        middle, bias = self.groups * v.shape[0], self.bias is not None
+        first = conv(self.in_channels, middle, bias=False, **self._options())
+        second = conv(middle, self.out_channels, 1, groups=self.groups, bias=bias, device="meta")
+        return nn.Sequential(
+            with_parameters(first, self, self._first(v), bias=False),
+            with_parameters(second, self, self._pointwise(u), bias=True),
+        ).train(self.training)
+
+
+class LowRankConvTranspose(_AnyConv):
+    """`nn.ConvTranspose1d/2d/3d` as v (1×1, to the active rank), then u (k×k, transposed)."""
+
+    called_with_output_size = False
+    """Set once a caller passed `output_size`, which only the dense plain form can take."""
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return f"ConvTranspose{self.dimensions}d"
+
+    @classmethod
+    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
+        assert isinstance(dense, _ConvTransposeNd)
+        out, into, groups = dense.out_channels, dense.in_channels, dense.groups
+        if rank is None:
+            rank = min(out // groups * math.prod(dense.kernel_size), into // groups)
+        layer = cls(
+            empty_like_weight(dense, out, rank, *dense.kernel_size),
+            empty_like_weight(dense, rank, into),
+            None if dense.bias is None else empty_like_weight(dense, out),
+            groups=groups,
+            trainable=dense.weight.requires_grad,
+        )
+        return layer._take_options(dense)
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if output_size is None:
+            return super().forward(x)
+        self.called_with_output_size = True
+        configured = self.output_padding
+        torch_rule: Any = _ConvTransposeNd._output_padding  # which output sizes can be reached
+        self.output_padding = tuple(
+            torch_rule(
+                self, x, output_size, self.stride, self.padding, self.kernel_size,
+                self.dimensions, self.dilation,
+            )
+        )  # fmt: skip
+        try:
+            return super().forward(x)
+        finally:
+            self.output_padding = configured
+
+    def _positions(self, x: Tensor) -> int:
+        return x.numel() // self.in_channels
+
+    def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        conv: Any = _CONV_TRANSPOSE[self.dimensions]
+        y: Tensor = conv(
+            x, weight, self.bias, self.stride, self.padding, self.output_padding, self.groups,
+            self.dilation,
+        )  # fmt: skip
+        return y
+
+    def _apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._convolve(x, weight)
+
+    def _apply_factors(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        z = _CONV[self.dimensions](x, self._pointwise(self._first(v)), groups=self.groups)
+        return self._convolve(z, self._second(u))  # z is (N, groups · rank, *positions)
+
+    def _first(self, v: Tensor) -> Tensor:
+        """Give (r, in) the layout (groups · r, in/groups)."""
+        if self.groups == 1:
+            return v
+        return v.view(v.shape[0], self.groups, -1).transpose(0, 1).flatten(0, 1)
+
+    def _second(self, u: Tensor) -> Tensor:
+        """Give (out, r, *k) the layout (groups · r, out/groups, *k)."""
+        if self.groups == 1:
+            return u.transpose(0, 1)
+        grouped = u.view(self.groups, -1, *u.shape[1:])  # (groups, out/groups, r, *k)
+        return grouped.transpose(1, 2).flatten(0, 1)
+
+    def _to_weight(self, matrices: Tensor) -> Tensor:
+        out = self.out_channels // self.groups
+        return matrices.mT.reshape(self.in_channels, out, *self.kernel_size)
+
+    def _to_matrices(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.groups, self.in_channels // self.groups, -1).mT
+
+    def plain(self, rank: int | None = None) -> nn.Module:
+        return self.dense(rank) if self.called_with_output_size else super().plain(rank)
+
+    def dense(self, rank: int | None = None) -> nn.Module:
+        weight = self._compose(*self.truncated(rank))
+        return self._plain_transposed(self.in_channels, weight)
+
+    def factored(self, rank: int | None = None) -> nn.Module:
+        u, v = self.truncated(rank)
+        conv: Any = _CONV_TYPE[self.dimensions]
+        middle = self.groups * v.shape[0]
+        first = conv(self.in_channels, middle, 1, groups=self.groups, bias=False, device="meta")
+        return nn.Sequential(
+            with_parameters(first, self, self._pointwise(self._first(v)), bias=False),
+            self._plain_transposed(middle, self._second(u)),
+        ).train(self.training)
+
+    def _plain_transposed(self, into: int, weight: Tensor) -> nn.Module:
+        conv: Any = _CONV_TRANSPOSE_TYPE[self.dimensions]
+        bias, more = self.bias is not None, {"output_padding": self.output_padding}
+        plain = conv(into, self.out_channels, bias=bias, **more, **self._options())
+        return with_parameters(plain, self, weight, bias=True)

@@ -1,0 +1,78 @@
+"""Low-rank `nn.Linear`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maestro_lod.layers.lowrank import LowRank, empty_like_weight, with_parameters
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class LowRankLinear(LowRank):
+    """y = u·(v·x) + bias, at the active rank."""
+
+    kind = "Linear"
+
+    @classmethod
+    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
+        assert isinstance(dense, nn.Linear)
+        out, into = dense.out_features, dense.in_features
+        rank = min(out, into) if rank is None else rank
+        layer = cls(
+            empty_like_weight(dense, out, rank),
+            empty_like_weight(dense, rank, into),
+            None if dense.bias is None else empty_like_weight(dense, out),
+            trainable=dense.weight.requires_grad,
+        )
+        return layer.train(dense.training)
+
+    @property
+    def in_features(self) -> int:
+        return self.v.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.u.shape[0]
+
+    def _positions(self, x: Tensor) -> int:
+        return x.numel() // self.in_features
+
+    def _apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight, self.bias)
+
+    def _apply_factors(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        return F.linear(F.linear(x, v), u, self.bias)  # (..., rank), then (..., out)
+
+    def _compose(self, u: Tensor, v: Tensor) -> Tensor:
+        return u @ v
+
+    def _to_weight(self, matrices: Tensor) -> Tensor:
+        return matrices[0]
+
+    def _to_matrices(self, weight: Tensor) -> Tensor:
+        return weight[None]
+
+    def dense(self, rank: int | None = None) -> nn.Module:
+        u, v = self.truncated(rank)
+        has_bias = self.bias is not None
+        plain = nn.Linear(self.in_features, self.out_features, bias=has_bias, device="meta")
+        return with_parameters(plain, self, u @ v, bias=True)
+
+    def factored(self, rank: int | None = None) -> nn.Module:
+        u, v = self.truncated(rank)
+        has_bias, rank = self.bias is not None, v.shape[0]
+        first = nn.Linear(self.in_features, rank, bias=False, device="meta")
+        second = nn.Linear(rank, self.out_features, bias=has_bias, device="meta")
+        return nn.Sequential(
+            with_parameters(first, self, v, bias=False), with_parameters(second, self, u, bias=True)
+        ).train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, " + (
+            self._repr_rank()
+        )

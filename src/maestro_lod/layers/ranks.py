@@ -1,0 +1,127 @@
+"""The mapping name -> rank: read it off a model, resolve what a user gave, apply it for a while."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from maestro_lod.errors import LayerError, RankError, listed, nearest
+from maestro_lod.layers.lowrank import LowRank
+
+Ranks = int | float | Mapping[str, int | float]
+"""Ranks as users give them: one value for all layers, or values by layer name or glob pattern.
+
+An int is a rank, a float in (0, 1) a share of the full rank.
+"""
+
+
+def low_rank_layers(model: nn.Module) -> dict[str, LowRank]:
+    """Return the low-rank layers of a model by dotted name, each once."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, LowRank)}
+
+
+def ranks(model: nn.Module) -> dict[str, int]:
+    """Return the stored rank of every low-rank layer."""
+    return {name: layer.rank for name, layer in low_rank_layers(model).items()}
+
+
+def require_low_rank(model: nn.Module) -> dict[str, LowRank]:
+    """Return the low-rank layers, or refuse a model that has none."""
+    layers = low_rank_layers(model)
+    if not layers:
+        raise LayerError(
+            f"{type(model).__name__} has no low-rank layer. Call decompose(model) first."
+        )
+    return layers
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Say whether a glob pattern names this layer or a module that contains it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:i]), pattern) for i in range(1, len(parts) + 1))
+
+
+def resolve(given: Ranks, layers: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Turn what a user gave into a rank per layer; `layers` maps name -> (limit, full rank).
+
+    Layers that a mapping does not name are left out. Ranks for all layers are cut to what each
+    layer can have; a rank given for one layer by name must be one that it can have.
+    """
+    if not isinstance(given, Mapping):
+        return {
+            name: min(_one_rank(given, f"every layer ({name})", full, None), limit)
+            for name, (limit, full) in layers.items()
+        }
+    chosen: dict[str, int] = {}
+    for key, value in given.items():
+        named = [key] if key in layers else [name for name in layers if matches(name, key)]
+        if not named:
+            raise LayerError(
+                f"ranks names {key!r}, which is no low-rank layer here.{nearest(key, layers)} "
+                f"Layers: {listed(layers)}."
+            )
+        for name in named:
+            limit, full = layers[name]
+            rank = _one_rank(value, name, full, limit if key == name else None)
+            if key == name or name not in given:  # an exact name wins over a pattern
+                chosen[name] = min(rank, limit)
+    return chosen
+
+
+def _one_rank(value: object, name: str, full: int, limit: int | None) -> int:
+    """Check one rank or ratio; `limit` is the largest allowed rank, None if larger ones are cut."""
+    what = f"rank {value!r} for {name or 'the model itself'}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise RankError(f"{what} is neither a whole number nor a ratio in (0, 1).")
+    if isinstance(value, numbers.Integral):
+        rank = int(value)
+        if rank < 0:
+            raise RankError(f"{what} is negative. Give 0 to {full if limit is None else limit}.")
+        if limit is not None and rank > limit:
+            raise RankError(f"{what} is above what the layer has: {limit} (full rank {full}).")
+        return rank
+    if not 0.0 < float(value) < 1.0:
+        raise RankError(f"{what}: a float is a share of the full rank and lies in (0, 1).")
+    return max(1, round(float(value) * full))
+
+
+def resolve_for(model: nn.Module, given: Ranks | None) -> dict[str, int]:
+    """Resolve ranks against a low-rank model; layers that are not named keep their stored rank."""
+    layers = require_low_rank(model)
+    chosen = {name: layer.rank for name, layer in layers.items()}
+    if given is not None:
+        limits = {name: (layer.rank, layer.full_rank) for name, layer in layers.items()}
+        chosen |= resolve(given, limits)
+    return chosen
+
+
+@contextmanager
+def at_ranks(model: nn.Module, given: Ranks) -> Iterator[nn.Module]:
+    """Run the submodel at these ranks inside the `with` block, without a copy.
+
+    Layers that are not named stay as they are. What was active before is restored on leaving,
+    whatever happens. Cover the backward too: activation checkpointing runs the forward again.
+    """
+    layers = require_low_rank(model)
+    limits = {name: (layer.rank, layer.full_rank) for name, layer in layers.items()}
+    with activated({layers[name]: rank for name, rank in resolve(given, limits).items()}):
+        yield model
+
+
+@contextmanager
+def activated(active: Mapping[LowRank, int]) -> Iterator[None]:
+    """Set the active ranks of some layers for the `with` block, then restore them."""
+    before = {layer: layer._active for layer in active}
+    try:
+        for layer, rank in active.items():
+            layer.activate(rank)
+        yield
+    finally:
+        for layer, rank_before in before.items():
+            # a shrink inside the block may have left fewer ranks than were active before
+            keep = rank_before is not None and rank_before <= layer.rank
+            layer.activate(rank_before if keep else None)

@@ -1,0 +1,327 @@
+"""The one stateful object: everything that a training run needs beside model and optimizer."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from maestro_lod.cost import Call, Example, Ledger, call_on_meta
+from maestro_lod.errors import (
+    LayerError,
+    OptionError,
+    TrainingError,
+    listed,
+    require_nonnegative,
+)
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import activated, require_low_rank
+from maestro_lod.train.penalty import layers_group_lasso, prox_layers_
+from maestro_lod.train.sampling import RankSampler
+from maestro_lod.train.shrink import cut, ranks_above, require_optimizer
+
+logger = logging.getLogger(__name__)
+
+
+class LoD:
+    """Trains a decomposed model: samples ranks, penalizes useless ones, removes them.
+
+    >>> train = LoD(model, optimizer, penalty=64e-6)
+    >>> for epoch in range(epochs):
+    ...     for x, y in loader:
+    ...         with train.step():
+    ...             loss = F.cross_entropy(model(x), y) + train.penalty_loss()
+    ...             loss.backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...     train.end_epoch()
+
+    `penalty` is λ; `threshold` the importance at or below which ranks are removed; `sampling` a
+    strategy of `RankSampler`; `proximal` replaces the penalty's gradient by its exact proximal
+    step after every `optimizer.step()`, which reaches zero under any optimizer; `shrink=False`
+    never removes ranks; `full_pass` adds a pass at full rank to every step, and `distill` then
+    trains the sampled pass on its predictions: both go through `backward`. `ema` is an averaged
+    copy that shrinks along. `example` is an input of the model for the ledger's MACs; without one
+    the first batch is looked at, unless the model is compiled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        penalty: float = 0.0,
+        threshold: float = 1e-7,
+        seed: int = 0,
+        sampling: str = "pairs",
+        proximal: bool = False,
+        shrink: bool = True,
+        min_rank: int = 0,
+        full_pass: bool = False,
+        distill: bool = False,
+        ema: AveragedModel | None = None,
+        example: Example | None = None,
+    ) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise LayerError(
+                "LoD was given a DistributedDataParallel wrapper. Give it the inner model, "
+                "LoD(ddp.module, …), and wrap anew after each end_epoch()."
+            )
+        if distill and not full_pass:
+            raise OptionError("distill=True needs the full pass as its teacher: full_pass=True.")
+        self.model: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        self.optimizer = optimizer
+        self.penalty = require_nonnegative("penalty", penalty)
+        self.threshold = require_nonnegative("threshold", threshold)
+        self.min_rank = int(require_nonnegative("min_rank", min_rank))
+        self.proximal, self.shrink, self.ema = proximal, shrink, ema
+        self.full_pass, self.distill = full_pass, distill
+        self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
+        require_optimizer(self.model, optimizer)
+        self.ledger = Ledger.of(self.model, example)
+        self.epoch = 0
+        self._layers = require_low_rank(self.model)
+        self._steps = self._forwards = 0  # in this epoch
+        self._last_sampled: LowRank | None = None
+        self._call: Call | None = None
+        self._warned_of_floor = False
+        if example is None:
+            self._watch_for_example()
+        if proximal:
+            self._watch_optimizer()
+
+    @property
+    def history(self) -> list[dict[str, int]]:
+        """The ranks that were in force in each finished epoch."""
+        return [epoch.ranks for epoch in self.ledger.epochs]
+
+    # -- one step ------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[dict[str, int]]:
+        """Draw the ranks of one step and keep them active inside the `with` block.
+
+        The block must cover forward and backward: activation checkpointing runs the forward again.
+        Yields what was drawn.
+        """
+        if self.full_pass:
+            raise OptionError("full_pass=True needs two passes: use backward(forward, loss).")
+        with self._sampled() as drawn:
+            yield drawn
+
+    @contextmanager
+    def _sampled(self) -> Iterator[dict[str, int]]:
+        self._require_finite_weights()
+        drawn = self.sampler.sample()
+        layers = {self._layers[name]: rank for name, rank in drawn.items()}
+        for layer in layers:
+            layer.positions = None
+        with activated(layers):
+            yield drawn
+        self._steps += 1
+        self._forwards += any(layer.positions is not None for layer in layers)
+        self._last_sampled = next(iter(layers))
+
+    def penalty_loss(self) -> Tensor:
+        """Return λ times the group lasso, to be added to the loss; zero in proximal mode."""
+        if self.proximal or self.penalty == 0.0:
+            return next(iter(self._layers.values())).u.new_zeros(())
+        return self.penalty * layers_group_lasso(self._layers.values())
+
+    def backward(self, forward: Callable[[], Tensor], loss: Callable[[Tensor], Tensor]) -> Tensor:
+        """Do the passes of one step, gradients included, and return the summed loss.
+
+        >>> train.backward(lambda: model(x), lambda output: F.cross_entropy(output, y))
+
+        With `full_pass` that is a pass at full rank and a sampled one, each with its own backward;
+        otherwise the sampled one. The penalty is included.
+        """
+        total: Tensor | float = 0.0
+        if self.full_pass:
+            output = forward()
+            full_loss = _finite(loss(output))
+            full_loss.backward()  # type: ignore[no-untyped-call]
+            total, teacher = full_loss.detach(), output.detach()
+        with self._sampled():
+            output = forward()
+            if self.distill:
+                data_loss = F.cross_entropy(output, teacher.softmax(min(1, teacher.ndim - 1)))
+            else:
+                data_loss = loss(output)
+            sampled_loss = _finite(data_loss + self.penalty_loss())
+            sampled_loss.backward()  # type: ignore[no-untyped-call]
+        return sampled_loss.detach() + total
+
+    def _require_finite_weights(self) -> None:
+        """Refuse to go on from NaN weights; accelerators are not made to wait, see end_epoch."""
+        if self._last_sampled is None or self._last_sampled.u.device.type != "cpu":
+            return
+        if not bool(self._last_sampled.u.detach().sum().isfinite()):
+            raise TrainingError(
+                "the last step made weights NaN or infinite: its loss was not finite. Lower the "
+                "learning rate or clip gradients, and go on from the last good checkpoint."
+            )
+
+    # -- one epoch -----------------------------------------------------------------------------
+
+    def end_epoch(self) -> dict[str, int]:
+        """Book the epoch's cost, remove useless ranks, and return how many each layer lost."""
+        if self._forwards == 0:
+            raise TrainingError(
+                f"no low-rank layer ran inside step() in epoch {self.epoch} ({self._steps} steps): "
+                "nothing was sampled. Put forward and backward inside `with train.step():`."
+            )
+        require_optimizer(self.model, self.optimizer)
+        keep = ranks_above(self.model, self.threshold, self.min_rank)
+        if self.shrink and not any(keep.values()):
+            raise TrainingError(
+                f"every rank of every layer is at or below threshold={self.threshold}: nothing "
+                f"would be left. Lower penalty={self.penalty} or set min_rank=1."
+            )
+        self._measure_from_first_batch()
+        probabilities = self.sampler.probabilities()
+        cost = self.ledger.epoch_cost(self.model, probabilities, full_pass=self.full_pass)
+        lost = cut(self.model, keep, self.optimizer, self.ema) if self.shrink else {}
+        self.ledger.epochs.append(cost)
+        self._warn_of_floor(lost)
+        logger.info(
+            "epoch %d: total rank %d, %d parameters; ranks removed: %s",
+            self.epoch, sum(cost.ranks.values()), cost.params, lost or "none",
+        )  # fmt: skip
+        self.epoch += 1
+        self._steps = self._forwards = 0
+        return lost
+
+    def _warn_of_floor(self, lost: dict[str, int]) -> None:
+        """Warn once if ranks cannot come down to the threshold at the current learning rate."""
+        if self._warned_of_floor or not self.shrink or self.proximal or self.penalty == 0.0:
+            return
+        floors = {
+            name: reachable_importance(layer, self.optimizer, self.penalty)
+            for name, layer in self._layers.items()
+            if name not in lost and layer.rank
+        }
+        stuck = {n: floor for n, floor in floors.items() if floor and floor > self.threshold}
+        if stuck:
+            self._warned_of_floor = True
+            warnings.warn(
+                f"at this learning rate {type(self.optimizer).__name__} keeps useless ranks at an "
+                f"importance of about {max(stuck.values()):.0e}, above threshold="
+                f"{self.threshold:g}: {listed(stuck)} will not shrink until it falls. Use "
+                "proximal=True, or a larger threshold.",
+                stacklevel=3,
+            )
+
+    # -- what is watched -----------------------------------------------------------------------
+
+    def _watch_for_example(self) -> None:
+        """Note the shapes of the first input that reaches the model inside a step."""
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # inside a compiled graph this hook must stay without effect
+            if not torch.compiler.is_compiling():
+                self._call = call_on_meta(Call(args, kwargs))
+                handle.remove()
+
+        handle = self.model.register_forward_pre_hook(note, with_kwargs=True)
+
+    def _measure_from_first_batch(self) -> None:
+        if self._call is not None and self.ledger.dense_macs is None:
+            try:
+                self.ledger.measure(self.model, self._call)
+            except LayerError as error:
+                logger.warning("the ledger goes without MACs: %s Give LoD an example=.", error)
+            self._call = None
+
+    def _watch_optimizer(self) -> None:
+        """Apply the proximal step after every optimizer step, as long as this object lives."""
+        method = weakref.WeakMethod(self._proximal_step)
+
+        def after_step(*_: Any) -> None:
+            if (proximal_step := method()) is not None:
+                proximal_step()
+
+        self.optimizer.register_step_post_hook(after_step)
+
+    def _proximal_step(self) -> None:
+        rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
+        prox_layers_(
+            {
+                layer: (
+                    float(rates.get(id(layer.u), 0.0)) * self.penalty,
+                    float(rates.get(id(layer.v), 0.0)) * self.penalty,
+                )
+                for layer in self._layers.values()
+            }
+        )
+
+    # -- resume --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state as numbers, strings, lists and tensors; save it beside the model's."""
+        return {
+            "epoch": self.epoch,
+            "penalty": self.penalty,
+            "ranks": {name: layer.rank for name, layer in self._layers.items()},
+            "steps": self._steps,
+            "forwards": self._forwards,
+            "sampler": self.sampler.state_dict(),
+            "ledger": self.ledger.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state exactly; load the model's and the optimizer's state first."""
+        here = {name: layer.rank for name, layer in self._layers.items()}
+        if here != state["ranks"]:
+            differing = [n for n in here | state["ranks"] if here.get(n) != state["ranks"].get(n)]
+            raise TrainingError(
+                f"the saved state has other ranks than the model at {listed(differing)}. Load the "
+                "model's state_dict, saved at the same moment, before this one."
+            )
+        require_optimizer(self.model, self.optimizer)
+        self.sampler.load_state_dict(state["sampler"])
+        self.ledger.load_state_dict(state["ledger"])
+        self.epoch, self.penalty = int(state["epoch"]), float(state["penalty"])
+        self._steps, self._forwards = int(state["steps"]), int(state["forwards"])
+
+
+def _finite(loss: Tensor) -> Tensor:
+    if not bool(loss.detach().isfinite().all()):
+        raise TrainingError(
+            f"the loss is {loss.detach()}. Lower the learning rate or clip gradients; the weights "
+            "are as they were before this step."
+        )
+    return loss
+
+
+_ADAPTIVE = (
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.RMSprop,
+)  # fmt: skip
+
+
+def reachable_importance(layer: LowRank, optimizer: Optimizer, penalty: float) -> float | None:
+    """Estimate where the importance of useless ranks stalls under penalty gradients alone.
+
+    A gradient step never reaches zero but swings around it, by an amount that grows with the
+    learning rate. The constants fit simulations of the penalty alone, so this is an order of
+    magnitude. None for an optimizer that was not simulated.
+    """
+    groups = [g for g in optimizer.param_groups if any(p is layer.u for p in g["params"])]
+    if not groups:
+        return None
+    rate = float(groups[0]["lr"])
+    if isinstance(optimizer, torch.optim.SGD):
+        return float((0.3 * layer.rank * rate * penalty) ** 2)
+    if isinstance(optimizer, _ADAPTIVE):
+        return float((0.036 * rate) ** 2 * (layer.u.numel() * layer.v.numel()) ** 0.5)
+    return None

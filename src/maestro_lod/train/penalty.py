@@ -1,0 +1,141 @@
+"""The hierarchical group lasso: Σ over layers and ranks b of ‖U_b:‖ + ‖V_b:‖, b: = ranks b and up.
+
+Each rank is in all the groups that start at or before it, so a rank costs more the later it comes:
+useless ranks go to zero from the end, and what is left is ordered by importance.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.utils.rnn import pad_sequence
+
+from maestro_lod.errors import require_nonnegative
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import require_low_rank
+
+
+def rank_norms(factors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of every rank of every factor as (factors, largest rank), padded with zeros.
+
+    Factors come as u, v, u, v, …. Computed in float32 or better.
+    """
+    dtype = functools.reduce(torch.promote_types, (f.dtype for f in factors), torch.float32)
+    norms = []
+    for i, factor in enumerate(factors):
+        others = [d for d in range(factor.ndim) if d != _rank_dim(i)]
+        norms.append(torch.linalg.vector_norm(factor, dim=others, dtype=dtype))
+    return pad_sequence([norm.to(norms[0].device) for norm in norms], batch_first=True)
+
+
+def tail_norms(factors: Sequence[Tensor]) -> Tensor:
+    """Return ‖F_b:‖ for every rank b of every factor, laid out like `rank_norms`."""
+    squares = rank_norms(factors).square()
+    return squares.flip(1).cumsum(1).flip(1).sqrt()
+
+
+def _rank_dim(position: int) -> int:
+    return 1 if position % 2 == 0 else 0  # u, v, u, v, …
+
+
+def _along_ranks(values: Tensor, factor: Tensor, position: int) -> Tensor:
+    """Shape one value per rank so that it multiplies the factor's ranks."""
+    shape = [1] * factor.ndim
+    shape[_rank_dim(position)] = -1
+    return values[: factor.shape[_rank_dim(position)]].to(factor.device).view(shape)
+
+
+def _factors(layers: Iterable[LowRank]) -> list[Tensor]:
+    return [factor for layer in layers for factor in (layer.u, layer.v)]
+
+
+class _GroupLasso(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *factors: Tensor) -> Tensor:
+        tails = tail_norms(factors)
+        ctx.save_for_backward(tails, *factors)
+        return tails.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tails, *factors = ctx.saved_tensors
+        # Rank j is in the groups b ≤ j, and d‖F_b:‖/dF_j = F_j/‖F_b:‖; a zero tail counts as zero.
+        scale = grad * torch.where(tails > 0, tails.reciprocal(), 0.0).cumsum(1)
+        return tuple(
+            (factor * _along_ranks(scale[i], factor, i)).to(factor.dtype)
+            if ctx.needs_input_grad[i]
+            else None
+            for i, factor in enumerate(factors)
+        )
+
+
+def group_lasso(model: nn.Module) -> Tensor:
+    """Return the hierarchical group lasso of all low-rank layers, a differentiable scalar.
+
+    Multiply by λ and add to the loss. Zero tails give zero gradients, not NaN.
+    """
+    return layers_group_lasso(require_low_rank(model).values())
+
+
+def layers_group_lasso(layers: Iterable[LowRank]) -> Tensor:
+    """Return the hierarchical group lasso of some layers."""
+    penalty: Tensor = _GroupLasso.apply(*_factors(layers))  # type: ignore[no-untyped-call]
+    return penalty
+
+
+@torch.no_grad()
+def importance(model: nn.Module) -> dict[str, Tensor]:
+    """Return ‖U_b:‖·‖V_b:‖ for b = 1 … rank of each layer: what `shrink` compares."""
+    layers = require_low_rank(model)
+    tails = tail_norms(_factors(layers.values()))
+    return {
+        name: tails[2 * i, : layer.rank] * tails[2 * i + 1, : layer.rank]
+        for i, (name, layer) in enumerate(layers.items())
+    }
+
+
+def prox_group_lasso_(model: nn.Module, step: float) -> None:
+    """Apply the exact proximal map of step · `group_lasso` to all trainable factors, in place.
+
+    Call it after `optimizer.step()` with step = learning rate · λ, instead of adding the penalty to
+    the loss: useless ranks become exactly zero, whatever the optimizer.
+    """
+    step = require_nonnegative("step", step)
+    prox_layers_({layer: (step, step) for layer in require_low_rank(model).values()})
+
+
+@torch.no_grad()
+def prox_layers_(steps: Mapping[LowRank, tuple[float, float]]) -> None:
+    """Apply the proximal map with a step per factor (u, v), in place; frozen factors are kept."""
+    factors = _factors(steps)
+    factor_steps = [step for pair in steps.values() for step in pair]
+    all_norms = rank_norms(factors).tolist()
+    for i, (factor, step, norms) in enumerate(zip(factors, factor_steps, all_norms, strict=True)):
+        if step > 0.0 and factor.requires_grad:
+            scales = factor.new_tensor(_prox_scales(norms, step), dtype=torch.float64)
+            factor.mul_(_along_ranks(scales.to(factor.dtype), factor, i))
+
+
+def _prox_scales(norms: list[float], step: float) -> list[float]:
+    """Return by how much each rank is scaled, given the norm of each.
+
+    The groups are nested, so one sweep from the last to the first is exact: group b holds rank b
+    and what the sweep left of group b+1, and shrinks both by the same factor.
+    """
+    shrunk, tail = [0.0] * len(norms), 0.0
+    for b in reversed(range(len(norms))):
+        norm = math.hypot(norms[b], tail)
+        shrunk[b] = max(0.0, 1.0 - step / norm) if norm > 0.0 else 0.0
+        tail = shrunk[b] * norm
+    scale, scales = 1.0, []
+    for factor in shrunk:  # rank j is in the groups b ≤ j
+        scale *= factor
+        scales.append(scale)
+    return scales

@@ -1,0 +1,118 @@
+"""Which rank of which layer is trained next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.errors import OptionError, TrainingError, listed, nearest
+from maestro_lod.layers.ranks import require_low_rank
+
+STRATEGIES = {
+    "pairs": "every (layer, rank) pair once in random order, then again (the paper's)",
+    "iid": "a (layer, rank) pair at random, all pairs equally likely",
+    "layer_uniform": "a layer at random, then a rank of it",
+    "independent": "a rank of its own for every layer",
+}
+
+
+class RankSampler:
+    """Draws the active ranks of one training step; reads the live ranks of its layers.
+
+    `sample()` returns name -> active rank for the layers that are truncated, in most strategies
+    one. Layers of rank 0 and frozen layers, which sampling cannot order, are passed over. Nothing
+    needs to be rebuilt after a shrink: pairs that no longer exist are skipped.
+
+    Randomness comes from a generator of its own; `state_dict` and `load_state_dict` restore it
+    exactly.
+    """
+
+    def __init__(self, model: nn.Module, *, strategy: str = "pairs", seed: int = 0) -> None:
+        if strategy not in STRATEGIES:
+            raise OptionError(
+                f"sampling strategy {strategy!r} is not known.{nearest(strategy, STRATEGIES)} "
+                f"Choose from {listed(STRATEGIES)}."
+            )
+        self._layers = require_low_rank(model)
+        self.strategy = strategy
+        self.generator = torch.Generator().manual_seed(seed)
+        self._names: list[str] = []
+        self._pending = torch.empty(0, 2, dtype=torch.int64)  # (layer index, rank), not yet drawn
+
+    def live_ranks(self) -> dict[str, int]:
+        """Return the layers that can be drawn with their current ranks."""
+        return {n: m.rank for n, m in self._layers.items() if m.rank and m.u.requires_grad}
+
+    def probabilities(self) -> dict[str, float]:
+        """Return how likely it is that a draw truncates each layer that can be drawn."""
+        ranks = self.live_ranks()
+        if self.strategy == "independent":
+            return dict.fromkeys(ranks, 1.0)
+        if self.strategy == "layer_uniform":
+            return dict.fromkeys(ranks, 1.0 / len(ranks))
+        return {name: rank / sum(ranks.values()) for name, rank in ranks.items()}
+
+    def sample(self) -> dict[str, int]:
+        """Draw the active ranks of the next step."""
+        ranks = self.live_ranks()
+        if not ranks:
+            raise TrainingError(
+                "no rank is left to sample: every low-rank layer has rank 0 or is frozen. "
+                "Lower the penalty or set min_rank=1."
+            )
+        if self.strategy == "pairs":
+            return self._next_pair(ranks)
+        if self.strategy == "independent":
+            return {name: self._draw(rank) + 1 for name, rank in ranks.items()}
+        names = list(ranks)
+        if self.strategy == "layer_uniform":
+            name = names[self._draw(len(names))]
+            return {name: self._draw(ranks[name]) + 1}
+        pick = self._draw(sum(ranks.values()))
+        for name in names:
+            if pick < ranks[name]:
+                break
+            pick -= ranks[name]
+        return {name: pick + 1}
+
+    def _draw(self, high: int) -> int:
+        return int(torch.randint(high, (), generator=self.generator))
+
+    def _next_pair(self, ranks: dict[str, int]) -> dict[str, int]:
+        while True:
+            while len(self._pending):
+                index, rank = self._pending[0].tolist()
+                self._pending = self._pending[1:]
+                name = self._names[index]
+                if rank <= ranks.get(name, 0):
+                    return {name: rank}
+            self._names = list(ranks)
+            pairs = [
+                torch.stack([torch.full((r,), i), torch.arange(1, r + 1)], dim=1)
+                for i, r in enumerate(ranks.values())
+            ]
+            order = torch.randperm(sum(ranks.values()), generator=self.generator)
+            self._pending = torch.cat(pairs)[order]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state as tensors, strings and lists."""
+        return {
+            "strategy": self.strategy,
+            "generator": self.generator.get_state(),
+            "names": list(self._names),
+            "pending": self._pending.clone(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state exactly; the next draw is the one that would have come next."""
+        if state["strategy"] != self.strategy:
+            raise OptionError(
+                f"the saved state samples by {state['strategy']!r}, this sampler by "
+                f"{self.strategy!r}. Create it with strategy={state['strategy']!r}."
+            )
+        generator: Tensor = state["generator"]
+        self.generator.set_state(generator.to("cpu", torch.uint8))
+        self._names = list(state["names"])
+        self._pending = state["pending"].to("cpu", torch.int64).clone()

@@ -1,0 +1,184 @@
+"""Remove the ranks that training has made useless: really smaller weights and optimizer state."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from maestro_lod.errors import LayerError, OptionError, TrainingError, listed, require_nonnegative
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import low_rank_layers, require_low_rank
+from maestro_lod.train.penalty import importance
+
+logger = logging.getLogger(__name__)
+
+
+def shrink(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    threshold: float,
+    min_rank: int = 0,
+    ema: AveragedModel | None = None,
+) -> dict[str, int]:
+    """Cut every layer's ranks from the first one with importance ≤ threshold on, in place.
+
+    Parameters, their gradients and the optimizer's state become physically smaller; what survives
+    is kept bit for bit. No layer falls below `min_rank`. An `AveragedModel` given as `ema` is cut
+    to the same ranks. Returns how many ranks each layer lost (layers that lost none are left out).
+    """
+    return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema)
+
+
+def ranks_above(model: nn.Module, threshold: float, min_rank: int = 0) -> dict[str, int]:
+    """Return the rank that each layer keeps at a threshold on `importance`."""
+    threshold = require_nonnegative("threshold", threshold)
+    if min_rank < 0:
+        raise OptionError(f"min_rank={min_rank} must be zero or larger.")
+    values = importance(model)
+    broken = [name for name, value in values.items() if not bool(value.isfinite().all())]
+    if broken:
+        raise TrainingError(
+            f"the weights of {listed(broken)} are not finite: the loss was NaN or infinite. "
+            "Lower the learning rate or clip gradients, and go on from the last good checkpoint."
+        )
+    return {
+        name: max(int((value > threshold).sum()), min(min_rank, len(value)))
+        for name, value in values.items()
+    }
+
+
+def cut(
+    model: nn.Module,
+    ranks: Mapping[str, int],
+    optimizer: Optimizer | None = None,
+    ema: AveragedModel | None = None,
+) -> dict[str, int]:
+    """Cut layers to these ranks, in place, with optimizer state and EMA copy; return the losses."""
+    layers = require_low_rank(model)
+    lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
+    _require_unwrapped(model)
+    if optimizer is not None:
+        require_optimizer(model, optimizer)
+    averaged = _averaged_layers(ema, layers) if ema is not None else {}
+    for name in lost:
+        _cut_layer(layers[name], ranks[name], optimizer)
+        if ema is not None:
+            _cut_layer(averaged[name], ranks[name], None)
+    return lost
+
+
+def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that cannot follow a shrink, or does not hold the trainable factors."""
+    if isinstance(optimizer, LBFGS):
+        raise TrainingError(
+            "LBFGS keeps its state as one flat vector, which cannot follow a shrink. "
+            "Use another optimizer."
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [
+        f"{name}.{key}".lstrip(".")
+        for name, layer in low_rank_layers(model).items()
+        for key, p in (("u", layer.u), ("v", layer.v))
+        if p.requires_grad and id(p) not in held
+    ]
+    if missing:
+        raise TrainingError(
+            f"the optimizer does not hold these parameters of the model: {listed(missing)}. "
+            "Create it after decompose: optimizer = SGD(model.parameters(), …)."
+        )
+
+
+def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
+    averaged = low_rank_layers(ema.module)
+    if {n: m.rank for n, m in averaged.items()} != {n: m.rank for n, m in layers.items()}:
+        raise LayerError(
+            "the averaged model has other low-rank layers or ranks than the model. Create "
+            "AveragedModel(model) after decompose and pass it to every shrink."
+        )
+    return averaged
+
+
+def _require_unwrapped(model: nn.Module) -> None:
+    """Refuse a model that a distributed wrapper holds: it would keep the old shapes, silently."""
+    sharded = [n for n, p in model.named_parameters() if type(p) is not nn.Parameter]
+    if sharded:
+        raise LayerError(
+            f"parameters are sharded by FSDP or a tensor subclass ({listed(sharded)}), which would "
+            "undo a shrink. Gather full state dicts, shrink an unsharded model, shard it again."
+        )
+    wrapper = nn.parallel.DistributedDataParallel
+    inside = any(isinstance(m, wrapper) for m in model.modules())
+    if not inside and torch.distributed.is_available() and torch.distributed.is_initialized():
+        gc.collect()  # a wrapper that was deleted may still wait in a reference cycle
+        mine = {id(m) for m in low_rank_layers(model).values()}
+        inside = any(
+            any(id(m) in mine for m in obj.modules())
+            for obj in gc.get_objects()
+            if isinstance(obj, wrapper)
+        )
+    if inside:
+        raise LayerError(
+            "the model is inside DistributedDataParallel, whose gradient buckets keep the old "
+            "shapes. Delete the wrapper, shrink the inner model, wrap it again: "
+            "model = ddp.module; del ddp; shrink(model, …); ddp = DistributedDataParallel(model)."
+        )
+
+
+@torch.no_grad()
+def _cut_layer(layer: LowRank, rank: int, optimizer: Optimizer | None) -> None:
+    for key, dim in (("u", 1), ("v", 0)):
+        old: nn.Parameter = getattr(layer, key)
+        new = nn.Parameter(old.narrow(dim, 0, rank).clone(), requires_grad=old.requires_grad)
+        if old.grad is not None:
+            new.grad = old.grad.narrow(dim, 0, rank).clone()
+        _move_hooks(old, new)
+        setattr(layer, key, new)
+        if optimizer is not None:
+            _swap_parameter(optimizer, old, new, dim)
+
+
+def _move_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (old._post_accumulate_grad_hooks or {}).values():
+        new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _swap_parameter(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter, dim: int) -> None:
+    for group in optimizer.param_groups:
+        # in place, because schedulers and wrappers share the list
+        group["params"][:] = [new if p is old else p for p in group["params"]]
+    if old in optimizer.state:
+        optimizer.state[new] = _sliced_state(optimizer.state.pop(old), old, new, dim)
+
+
+def _sliced_state(
+    state: dict[str, Any], old: nn.Parameter, new: nn.Parameter, dim: int
+) -> dict[str, Any]:
+    """Cut each tensor of a parameter's state like the parameter itself."""
+    if new.numel() == 0:
+        return {}
+    sliced = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            sliced[key] = value  # step counters and options
+        elif value.ndim == old.ndim and value.shape[dim] == old.shape[dim]:
+            sliced[key] = value.narrow(dim, 0, new.shape[dim]).clone()
+        elif value.numel() == 1 or (value.ndim == old.ndim and value.shape[dim] == 1):
+            sliced[key] = value  # averaged over the ranks, as Adafactor's moments are
+        else:
+            logger.warning(
+                "optimizer state %r of shape %s cannot be matched to a parameter of shape %s; "
+                "the optimizer starts that parameter's state anew",
+                key, tuple(value.shape), tuple(old.shape),
+            )  # fmt: skip
+            return {}
+    return sliced
