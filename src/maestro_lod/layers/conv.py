@@ -127,6 +127,11 @@ class LowRankConv(_AnyConv):
         _, right = self._matrices(self.u[:, : v.shape[0]], v)
         return right.reshape(-1, self.in_channels // self.groups, *self.kernel_size)
 
+    def _compose(self, u: Tensor, v: Tensor) -> Tensor:
+        if self.groups == 1:  # the common case in one product
+            return (u @ v.flatten(1)).view(-1, *v.shape[1:])
+        return super()._compose(u, v)
+
     def _to_weight(self, matrices: Tensor) -> Tensor:
         into = self.in_channels // self.groups
         return matrices.reshape(self.out_channels, into, *self.kernel_size)

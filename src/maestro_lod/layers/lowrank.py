@@ -24,19 +24,18 @@ from maestro_lod.errors import RankError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Composing the factors is chosen when it needs at most this many times the multiplications of the
-# factored form: two small operations move more memory than one large one, so at equal counts
-# composing is faster. Measured by benchmarks/switch.py.
-COMPOSE_BELOW = 1.2
+# Applying the factors one by one writes and reads a value per rank and position in between. Moving
+# it costs about as much as this many multiplications. Fitted by benchmarks/switch.py.
+MOVING_ONE_VALUE = 192
 
 _NO_LIMIT = 2**31 - 1  # the compiled form of "no active rank": every rank counts
 
 
 def composing_pays(positions: int, m: int, n: int, rank: int) -> bool:
     """Say whether multiplying the factors out first is the faster way to apply them."""
-    factored = positions * rank * (m + n)
+    factored = positions * rank * (m + n + MOVING_ONE_VALUE)
     composed = (positions + rank) * m * n
-    return composed <= COMPOSE_BELOW * factored
+    return composed < factored
 
 
 def svd_factors(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:

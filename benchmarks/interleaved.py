@@ -1,0 +1,61 @@
+"""Measure variants side by side: interleaved rounds in one process, medians, JSON with machine."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def seconds(
+    variants: dict[str, Callable[[], object]], *, rounds: int, repeats: int = 1
+) -> dict[str, float]:
+    """Return the median seconds of each variant; every round runs all of them, in turning order."""
+    for run in variants.values():
+        run()
+        run()
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            start = time.perf_counter()
+            for _ in range(repeats):
+                variants[name]()
+            times[name].append((time.perf_counter() - start) / repeats)
+        if sys.stderr.isatty():
+            print(f"\r{i + 1}/{rounds} rounds", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print("\r", end="", file=sys.stderr)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def write(question: str, answer: dict[str, Any]) -> None:
+    """Keep an answer as JSON, with the commit and the machine it was measured on."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    record = {
+        "question": question,
+        "answer": answer,
+        "commit": commit.stdout.strip(),
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{question}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")

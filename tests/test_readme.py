@@ -1,0 +1,46 @@
+"""The README keeps its promises: its example runs, its figures are the measured ones."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import maestro_lod as lod
+
+ROOT = Path(__file__).parent.parent
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs_and_ends_smaller(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"```python\n(.*?)```", readme(), re.DOTALL).group(1)
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert "total" in capsys.readouterr().out
+    assert sum(lod.ranks(names["model"]).values()) < 236
+    assert names["loss"].item() < 2.0
+    sizes = [sum(p.numel() for p in names[m].parameters()) for m in ("model", "small", "tiny")]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_every_linked_file_exists():
+    for target in re.findall(r"\]\(([^)#:]+)\)", readme()):
+        assert (ROOT / target).exists(), target
+
+
+def test_every_make_target_that_the_readme_names_exists():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`?make (\w+)", readme())):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_table_is_generated_from_the_measurements():
+    script = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))
+    assert script["START"] + script["block"]() + script["END"] in readme()
