@@ -1,0 +1,172 @@
+"""Multi-head attention over four projections that are modules of their own.
+
+`nn.MultiheadAttention` reads the weights of its projections instead of calling them, so they cannot
+be anything but dense. This one calls them; it takes the same arguments and gives the same results.
+The file imports torch alone, so that an extracted model needs no more than this class.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+PARTS = ("q", "k", "v", "out_proj")
+
+
+class Attention(nn.Module):
+    """`nn.MultiheadAttention` with projections `q`, `k`, `v`, `out_proj` of any linear kind."""
+
+    # What torch's transformer layers read to decide on their fast path, which needs dense weights.
+    in_proj_weight = None
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
+
+    def __init__(self, dense: nn.MultiheadAttention) -> None:
+        """Take the options of `dense`, and views of its weights in `nn.Linear` projections."""
+        super().__init__()
+        self.embed_dim, self.num_heads, self.head_dim = (
+            dense.embed_dim, dense.num_heads, dense.head_dim,
+        )  # fmt: skip
+        self.kdim, self.vdim = dense.kdim, dense.vdim
+        self.dropout, self.batch_first = dense.dropout, dense.batch_first
+        self.add_zero_attn = dense.add_zero_attn
+        if dense._qkv_same_embed_dim:
+            weights = list(dense.in_proj_weight.chunk(3))
+            packed = [dense.in_proj_weight] * 3
+        else:
+            weights = packed = [dense.q_proj_weight, dense.k_proj_weight, dense.v_proj_weight]
+        in_bias = dense.in_proj_bias
+        biases = [None] * 3 if in_bias is None else list(in_bias.chunk(3))
+        self.q, self.k, self.v = (
+            _linear(weight, bias, source, in_bias)
+            for weight, bias, source in zip(weights, biases, packed, strict=True)
+        )
+        out = dense.out_proj
+        self.out_proj = _linear(out.weight, out.bias, out.weight, out.bias)
+        self.register_parameter("bias_k", dense.bias_k)
+        self.register_parameter("bias_v", dense.bias_v)
+        self.train(dense.training)
+
+    def closed(self) -> nn.MultiheadAttention:
+        """Return torch's own attention with copies of the weights; all projections must be dense."""
+        same = self.kdim == self.embed_dim and self.vdim == self.embed_dim
+        plain = nn.MultiheadAttention(
+            self.embed_dim, self.num_heads, self.dropout, bias=self.q.bias is not None,
+            add_bias_kv=self.bias_k is not None, add_zero_attn=self.add_zero_attn, kdim=self.kdim,
+            vdim=self.vdim, batch_first=self.batch_first, device="meta",
+        )  # fmt: skip
+        projections = (self.q, self.k, self.v)
+        weights = [p.weight.detach() for p in projections]
+        trainable = self.q.weight.requires_grad
+        if same:
+            plain.in_proj_weight = nn.Parameter(torch.cat(weights), trainable)
+        else:
+            for key, weight in zip("qkv", weights, strict=True):
+                setattr(plain, f"{key}_proj_weight", nn.Parameter(weight.clone(), trainable))
+        if self.q.bias is not None:
+            biases = torch.cat([p.bias.detach() for p in projections])
+            plain.in_proj_bias = nn.Parameter(biases, self.q.bias.requires_grad)
+        for key in ("weight", "bias"):
+            value = getattr(self.out_proj, key)
+            if value is not None:
+                setattr(plain.out_proj, key, nn.Parameter(value.detach().clone(), value.requires_grad))
+        for key in ("bias_k", "bias_v"):
+            value = getattr(self, key)
+            if value is not None:
+                setattr(plain, key, nn.Parameter(value.detach().clone(), value.requires_grad))
+        return plain.train(self.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal is a hint about attn_mask, which must be given too.")
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if key.shape[:2] != value.shape[:2]:
+            raise AssertionError(
+                f"key has batch and length {tuple(key.shape[:2])}, value {tuple(value.shape[:2])}"
+            )
+        # as torch does, trust the hint where the mask is not needed otherwise
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if causal else self._merged_mask(query, key, attn_mask, key_padding_mask)
+        q, k, v = self.q(query), self.k(key), self.v(value)
+        if self.bias_k is not None:
+            k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], dim=1)
+            v = torch.cat([v, self.bias_v.expand(v.shape[0], -1, -1)], dim=1)
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))  # (N, heads, S + 1, head_dim)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)  # (N, heads, L, S)
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, dropout) if dropout else weights
+            heads = weights @ v
+        else:
+            heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
+        output: Tensor = self.out_proj(heads.transpose(1, 2).flatten(-2))  # (N, L, embed_dim)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return output[0], None if weights is None else weights[0]
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _merged_mask(
+        self, query: Tensor, key: Tensor, attn_mask: Tensor | None, padding: Tensor | None
+    ) -> Tensor | None:
+        """Merge both masks to one that is added to the scores (N or 1, heads or 1, L or 1, S)."""
+        n, length, source = query.shape[0], query.shape[1], key.shape[1]
+        merged: Tensor | None = None
+        if attn_mask is not None:
+            expected = {2: (length, source), 3: (n * self.num_heads, length, source)}
+            if tuple(attn_mask.shape) != expected.get(attn_mask.ndim):
+                raise RuntimeError(
+                    f"attn_mask has shape {tuple(attn_mask.shape)}, expected {expected[2]} or "
+                    f"{expected[3]}."
+                )
+            merged = _additive(attn_mask, query.dtype, "attn_mask")
+            heads = (n, self.num_heads) if attn_mask.ndim == 3 else (1, 1)
+            merged = merged.view(*heads, length, source)
+        if padding is not None:
+            if tuple(padding.shape) != (n, source):
+                raise AssertionError(
+                    f"key_padding_mask has shape {tuple(padding.shape)}, expected {(n, source)}."
+                )
+            added = _additive(padding, query.dtype, "key_padding_mask")[:, None, None]
+            merged = added if merged is None else merged + added
+        extra = (self.bias_k is not None) + self.add_zero_attn  # positions that are never masked
+        return merged if merged is None or not extra else F.pad(merged, (0, extra))
+
+
+def _additive(mask: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    if mask.is_floating_point():
+        return mask.to(dtype)
+    if mask.dtype != torch.bool:
+        raise AssertionError(f"only bool and floating types of {name} are supported")
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def _linear(
+    weight: Tensor, bias: Tensor | None, weight_of: Tensor, bias_of: Tensor | None
+) -> nn.Linear:
+    """Return a linear layer on views of these tensors; what they are part of says if they train."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), weight_of.requires_grad)
+    if bias is not None and bias_of is not None:
+        linear.bias = nn.Parameter(bias.detach(), bias_of.requires_grad)
+    return linear

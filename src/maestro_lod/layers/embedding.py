@@ -1,0 +1,148 @@
+"""Low-rank embeddings, alone or sharing their factors with an output head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maestro_lod.layers.lowrank import LowRank, empty_like_weight
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class LowRankEmbedding(LowRank):
+    """Looks up a row of u (num_embeddings, r) and multiplies it by v (r, embedding_dim)."""
+
+    kind = "Embedding"
+    padding_idx: int | None
+
+    @classmethod
+    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
+        assert isinstance(dense, nn.Embedding)
+        number, dim = dense.num_embeddings, dense.embedding_dim
+        rank = min(number, dim) if rank is None else rank
+        layer = cls(
+            empty_like_weight(dense, number, rank),
+            empty_like_weight(dense, rank, dim),
+            None,
+            trainable=dense.weight.requires_grad,
+        )
+        layer.padding_idx = dense.padding_idx
+        return layer.train(dense.training)
+
+    @classmethod
+    def from_dense(cls, dense: nn.Module, rank: int | None = None) -> Self:
+        layer = super().from_dense(dense, rank)
+        assert isinstance(dense, nn.Embedding)
+        padding = dense.padding_idx
+        if padding is not None and not bool(dense.weight[padding].any()):
+            with torch.no_grad():  # exactly zero, where the SVD has rounding errors
+                layer.u[padding] = 0.0
+        return layer
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.u.shape[0]
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.v.shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.positions = x.numel()
+        u, v = self._active_factors()
+        return F.embedding(x, u, self.padding_idx) @ v  # (..., r), then (..., embedding_dim)
+
+    def _positions(self, x: Tensor) -> int:
+        return x.numel()
+
+    def _compose(self, u: Tensor, v: Tensor) -> Tensor:
+        return u @ v
+
+    def _to_weight(self, matrices: Tensor) -> Tensor:
+        return matrices[0]
+
+    def _to_matrices(self, weight: Tensor) -> Tensor:
+        return weight[None]
+
+    # A dense look-up multiplies nothing, so only parameters can be saved.
+
+    def macs(self, positions: int, rank: int | None = None) -> int:
+        return positions * (self.rank if rank is None else rank) * self.embedding_dim
+
+    def dense_macs(self, positions: int) -> int:
+        return 0
+
+    def executed_macs(self, positions: int, rank: int) -> int:
+        return self.macs(positions, rank)
+
+    def dense_is_cheaper(self, rank: int | None = None, *, by: str = "params") -> bool:
+        return by != "params" or super().dense_is_cheaper(rank)
+
+    def dense(self, rank: int | None = None) -> nn.Module:
+        u, v = self.truncated(rank)
+        return self._embedding(u @ v)
+
+    def factored(self, rank: int | None = None) -> nn.Module:
+        u, v = self.truncated(rank)
+        second = nn.Linear(v.shape[0], self.embedding_dim, bias=False, device="meta")
+        second.weight = nn.Parameter(v.mT.contiguous(), self.v.requires_grad)
+        return nn.Sequential(self._embedding(u), second).train(self.training)
+
+    def _embedding(self, weight: Tensor) -> nn.Embedding:
+        number, dim = weight.shape
+        plain = nn.Embedding(number, dim, padding_idx=self.padding_idx, device="meta")
+        plain.weight = nn.Parameter(weight, self.u.requires_grad)
+        return plain.train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self._repr_rank()}"
+
+
+class SharedHead(nn.Module):
+    """A linear output head that uses the factors of a low-rank embedding: logits = u·(v·x) + bias.
+
+    The embedding is a child of this module too, as a tied module is: it is met once, under the
+    name it has in the model, and so are its parameters.
+    """
+
+    def __init__(self, embedding: LowRankEmbedding, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.register_parameter("bias", bias)
+        self.train(embedding.training)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, for code that expects a linear layer."""
+        return self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, v = self.embedding._active_factors()
+        return F.linear(F.linear(x, v), u, self.bias)  # (..., r), then (..., num_embeddings)
+
+    def plain(self, embedding: nn.Module) -> nn.Module:
+        """Return plain layers that share the weight of the embedding's plain form."""
+        bias = self.bias is not None
+        if isinstance(embedding, nn.Embedding):
+            number, dim = embedding.weight.shape
+            head: nn.Module = nn.Linear(dim, number, bias=bias, device="meta")
+            last, head.weight = head, embedding.weight
+        else:
+            assert isinstance(embedding, nn.Sequential)
+            look_up, multiply = embedding
+            dim, rank = multiply.weight.shape
+            first = nn.Linear(dim, rank, bias=False, device="meta")
+            # one factor is shared; the other is stored transposed in the embedding's linear layer
+            v = multiply.weight.detach().mT.contiguous()
+            first.weight = nn.Parameter(v, multiply.weight.requires_grad)
+            last = nn.Linear(rank, look_up.weight.shape[0], bias=bias, device="meta")
+            last.weight = look_up.weight
+            head = nn.Sequential(first, last)
+        if self.bias is not None:
+            last.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
+        return head.train(self.training)
