@@ -20,6 +20,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("repeatable")
+torch.set_num_threads(1)  # tiny operations: more threads only wait for each other
 
 
 @pytest.fixture(autouse=True)

@@ -340,9 +340,10 @@ def test_frozen_parameters_stay_frozen(
     dense.weight.requires_grad_(weight_trains)
     if dense.bias is not None:
         dense.bias.requires_grad_(bias_trains)
+    alone = LOW_RANK_TYPE[type(dense)].from_dense(dense)
     layer = lod.decompose(dense)
     assert layer.u.requires_grad is layer.v.requires_grad is weight_trains
-    for plain in (layer, layer.dense(), layer.factored()[1], lod.extract(layer)):
+    for plain in (alone, layer, layer.dense(), layer.factored()[1], lod.extract(layer)):
         for name, parameter in plain.named_parameters():
             trains = bias_trains if name.endswith("bias") else weight_trains
             assert parameter.requires_grad is trains, name

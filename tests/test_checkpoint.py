@@ -1,0 +1,594 @@
+"""One file holds every size, reads only what is asked for, and never half of anything."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import maestro_lod as lod
+from maestro_lod import checkpoint
+from maestro_lod.errors import CheckpointError, LayerError, MaestroError, RankError
+from maestro_lod.layers import LowRank
+from maestro_lod.tasks.models import LeNet
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 12, 3, stride=2, groups=2),
+        nn.ConvTranspose2d(12, 4, 2),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+
+
+X = (2, 3, 8, 8)
+LAYERS = ["0", "2", "3", "5"]
+
+
+def trained_net(**options: Any) -> nn.Module:
+    """A decomposed model whose weights and statistics are not those of a fresh one."""
+    model = lod.decompose(net(), **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model(torch.randn(X))
+    return model.eval()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.safetensors"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file and where its data starts."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), 8 + length
+
+
+def rewrite(path: Path, metadata: dict[str, str | None], **tensors: Tensor | None) -> None:
+    """Change entries of a file's metadata and its tensors; None removes one."""
+    found, _ = header(path)
+    all_metadata = {**found.get("__metadata__", {}), **metadata}
+    all_tensors = {**load_file(path), **tensors}
+    save_file(
+        {key: value for key, value in all_tensors.items() if value is not None},
+        path,
+        metadata={key: value for key, value in all_metadata.items() if value is not None},
+    )
+
+
+# -- roundtrips --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [None, 3, 0])
+def test_every_kind_returns_bit_for_bit(
+    sample: tuple[nn.Module, Tensor], rank: int | None, dtype: torch.dtype, path: Path
+) -> None:
+    dense, _ = sample
+    dense = dense.to(dtype)
+    into = copy.deepcopy(dense)
+    layer = lod.decompose(dense, ranks=rank)
+    lod.save(layer, path)
+    loaded = lod.load(path, into=into)
+    assert isinstance(loaded, LowRank) and loaded.rank == layer.rank
+    for name, tensor in layer.state_dict().items():
+        assert loaded.state_dict()[name].dtype == dtype
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
+        net,
+        lambda: lod.decompose(net()),
+        lambda: lod.decompose(net(), ranks=1),
+        lambda: lod.decompose(net(), ranks={"0": 0, "5": 7}),
+        lambda: lod.decompose(net(), only=["2", "5"]),
+    ],
+    ids=["dense", "decomposed", "shrunk further", "shrunk otherwise", "half decomposed"],
+)
+def test_a_file_loads_into_any_form_of_its_model(into: Callable[[], nn.Module], path: Path) -> None:
+    model, x = trained_net(ranks={"0": 4, "2": 3, "5": 2}), torch.randn(X)
+    lod.save(model, path)
+    other = into().eval()
+    assert lod.load(path, into=other) is other
+    assert lod.ranks(other) == lod.ranks(model)
+    assert torch.equal(other(x), model(x))
+    assert torch.equal(other[1].running_mean, model[1].running_mean)
+    assert other[1].num_batches_tracked == 1
+
+
+def test_layers_that_the_file_holds_dense_become_dense(path: Path) -> None:
+    model, x = trained_net(skip=["0", "5"]), torch.randn(X)
+    lod.save(model, path)
+    other = lod.decompose(net()).eval()
+    lod.load(path, into=other)
+    assert type(other[0]) is nn.Conv2d and type(other[5]) is nn.Linear
+    torch.testing.assert_close(other(x), model(x), **CLOSE)
+
+
+def test_saving_changes_nothing(path: Path, snapshot: Callable[[nn.Module], Any]) -> None:
+    model = trained_net()
+    before = snapshot(model)
+    with lod.at_ranks(model, 1):
+        lod.save(model, path)
+    before.assert_unchanged(model)
+    assert lod.ranks(lod.load(path, into=net())) == lod.ranks(model), "only a part was saved"
+
+
+def test_a_loaded_model_trains_with_the_hooks_and_freezing_of_its_target(path: Path) -> None:
+    lod.save(trained_net(), path)
+    into, calls = net(), []
+    into[5].register_forward_hook(lambda *_: calls.append("hook"))
+    into[0].weight.requires_grad_(False)
+    lod.load(path, into=into)
+    into(torch.randn(X)).sum().backward()
+    assert calls == ["hook"]
+    assert into[0].u.grad is None and into[5].u.grad is not None
+
+
+def test_the_dtype_is_that_of_the_target(path: Path) -> None:
+    model = trained_net()
+    lod.save(model, path)
+    loaded = lod.load(path, into=net().double())
+    assert {p.dtype for p in loaded.parameters()} == {torch.float64}
+    torch.testing.assert_close(loaded[5].u, model[5].u.double(), rtol=0, atol=0)
+
+
+def test_an_optimizer_of_a_decomposed_target_goes_on(path: Path) -> None:
+    lod.save(trained_net(ranks=2), path)
+    into = lod.decompose(net())
+    optimizer = torch.optim.SGD(into.parameters(), lr=0.1)
+    lod.load(path, into=into)
+    before = into[5].u.detach().clone()
+    into(torch.randn(X)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(into[5].u, before)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.ModuleList([self.a])  # a tied module
+        self.embedding = nn.Embedding(9, 6)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.embedding.weight  # a tied parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.b[0](self.a(self.embedding(x))))
+
+
+@pytest.mark.parametrize("rank", [6, 3, 0])
+@pytest.mark.parametrize("partial", [None, 2])
+def test_tied_weights_are_stored_once_and_stay_tied(
+    rank: int, partial: int | None, path: Path
+) -> None:
+    model, x = lod.decompose(Tied(), ranks=rank), torch.arange(9)
+    lod.save(model, path)
+    if rank:
+        assert set(load_file(path)) == {"a.u", "a.v", "a.bias", "embedding.weight"}
+    with lod.at_ranks(model, 6 if partial is None else partial):
+        expected = model(x)
+    loaded = lod.load(path, into=Tied(), ranks=partial)
+    assert loaded.a is loaded.b[0] and loaded.head.weight is loaded.embedding.weight
+    torch.testing.assert_close(loaded(x), expected, **CLOSE)
+
+
+def test_the_file_is_plain_safetensors_in_rank_order(path: Path) -> None:
+    model = trained_net(ranks={"5": 4})
+    lod.save(model, path)
+    tensors = load_file(path)
+    assert tensors["5.u"].shape == (4, 10) and tensors["5.v"].shape == (4, 64)
+    assert tensors["3.u"].shape == (12, 4, 2, 2)
+    assert torch.equal(tensors["5.u"].t(), model[5].u)
+    found, _ = header(path)
+    assert found["__metadata__"]["format"] == "maestro-lod"
+    assert json.loads(found["__metadata__"]["ranks"]) == lod.ranks(model)
+    assert all(isinstance(value, str) for value in found["__metadata__"].values())
+
+
+def test_neither_saving_nor_loading_pickles(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("pickle was used")
+
+    for module, names in (
+        (pickle, ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")),
+        (torch, ("save", "load")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+    lod.save(trained_net(), path)
+    loaded = lod.load(path, into=net(), ranks=2)
+    assert lod.ranks(loaded) == dict.fromkeys(LAYERS, 2)
+
+
+# -- partial ranks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 3, 0.5, {"0": 2}, {"5": 0, "2": 4}, {"?": 2}], ids=str)
+@pytest.mark.parametrize("into", [net, lambda: lod.decompose(net())], ids=["dense", "low-rank"])
+def test_a_partial_load_equals_at_ranks(
+    ranks: Any, into: Callable[[], nn.Module], path: Path
+) -> None:
+    model, x = trained_net(), torch.randn(X)
+    lod.save(model, path)
+    with lod.at_ranks(model, ranks):
+        expected = model(x)
+        wanted = {name: model.get_submodule(name).active_rank for name in LAYERS}
+    loaded = lod.load(path, into=into().eval(), ranks=ranks)
+    assert lod.ranks(loaded) == wanted
+    torch.testing.assert_close(loaded(x), expected, **CLOSE)
+
+
+def test_a_partial_load_is_as_small_in_memory_as_its_ranks(path: Path) -> None:
+    lod.save(trained_net(), path)
+    loaded = lod.load(path, into=net(), ranks=2)
+    for name in LAYERS:
+        layer = loaded.get_submodule(name)
+        for factor in (layer.u, layer.v):
+            size = factor.numel() * factor.element_size()
+            assert factor.untyped_storage().nbytes() == size, name
+
+
+def test_bytes_behind_the_wanted_ranks_are_not_looked_at(path: Path) -> None:
+    model = trained_net()
+    lod.save(model, path)
+    expected = lod.load(path, into=net(), ranks=2)
+    found, start = header(path)
+    data = bytearray(path.read_bytes())
+    for name in LAYERS:
+        for key in (f"{name}.u", f"{name}.v"):
+            begin, end = found[key]["data_offsets"]
+            kept = (end - begin) // found[key]["shape"][0] * 2
+            data[start + begin + kept : start + end] = b"\xff" * (end - begin - kept)  # NaN
+    path.write_bytes(data)
+    damaged = lod.load(path, into=net(), ranks=2)
+    for key, tensor in expected.state_dict().items():
+        assert torch.equal(damaged.state_dict()[key], tensor), key
+    assert lod.load(path, into=net())[5].u.isnan().any(), "the damage was not where it should be"
+
+
+class Counting:
+    """Wraps an open safetensors file and counts the bytes that are taken out of it."""
+
+    def __init__(self, file: Any, taken: dict[str, int]) -> None:
+        self._file, self._taken = file, taken
+
+    def __enter__(self) -> Counting:
+        return Counting(self._file.__enter__(), self._taken)
+
+    def __exit__(self, *error: object) -> Any:
+        return self._file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _count(self, key: str, tensor: Tensor) -> Tensor:
+        self._taken[key] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    def get_tensor(self, key: str) -> Tensor:
+        return self._count(key, self._file.get_tensor(key))
+
+    def get_slice(self, key: str) -> Any:
+        outer, inner = self, self._file.get_slice(key)
+
+        class Slice:
+            def get_shape(self) -> list[int]:
+                return inner.get_shape()
+
+            def __getitem__(self, index: Any) -> Tensor:
+                return outer._count(key, inner[index])
+
+        return Slice()
+
+
+def test_a_partial_load_takes_only_its_share_of_the_bytes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained_net()
+    lod.save(model, path)
+    taken: dict[str, int] = {}
+    monkeypatch.setattr(
+        checkpoint, "safe_open", lambda *a, **k: Counting(safe_open(*a, **k), taken)
+    )
+    lod.load(path, into=net(), ranks=1)
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        assert taken[f"{name}.u"] == layer.u[:, :1].numel() * 4
+        assert taken[f"{name}.v"] == layer.v[:1].numel() * 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "words"),
+    [
+        ({"9": 1}, LayerError, "'9'"),
+        ({"5": 5}, RankError, r"rank 5 for 5 .* 4 \(full rank 10\)"),
+        ({"5": -1}, RankError, "rank -1 for 5"),
+        (1.5, RankError, r"1\.5"),
+    ],
+)
+def test_ranks_that_the_file_does_not_have_are_refused(
+    ranks: Any,
+    error: type[MaestroError],
+    words: str,
+    path: Path,
+    snapshot: Callable[[nn.Module], Any],
+) -> None:
+    lod.save(trained_net(ranks={"5": 4}), path)
+    into = net()
+    before = snapshot(into)
+    with pytest.raises(error, match=words):
+        lod.load(path, into=into, ranks=ranks)
+    before.assert_unchanged(into)
+
+
+# -- damaged and foreign files -----------------------------------------------------------------
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def cut_in_the_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def noise(path: Path) -> None:
+    path.write_bytes(bytes(range(256)) * 8)
+
+
+def pickled(path: Path) -> None:
+    torch.save(net().state_dict(), path)
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (cut_short, "damaged"),
+    "truncated header": (cut_in_the_header, "damaged"),
+    "empty": (empty, "damaged"),
+    "noise": (noise, "damaged"),
+    "pickle": (pickled, "damaged"),
+    "missing": (missing, "does not exist"),
+    "folder": (a_folder, "model.safetensors"),
+    "foreign": (lambda p: save_file(net().state_dict(), p), "not written by maestro_lod.save"),
+    "foreign metadata": (
+        lambda p: save_file(net().state_dict(), p, metadata={"format": "pt"}),
+        "not written by maestro_lod.save",
+    ),
+    "newer version": (lambda p: rewrite(p, {"version": "2"}), "version 2.*Update"),
+    "broken version": (lambda p: rewrite(p, {"version": "two"}), "damaged"),
+    "no version": (lambda p: rewrite(p, {"version": None}), "damaged"),
+    "no ranks": (lambda p: rewrite(p, {"ranks": None}), "damaged"),
+    "broken ranks": (lambda p: rewrite(p, {"ranks": "{"}), "damaged"),
+    "ranks of another type": (lambda p: rewrite(p, {"ranks": "[1, 2]"}), "damaged"),
+    "rank of another type": (lambda p: rewrite(p, {"ranks": '{"5": "4"}'}), "damaged|another"),
+    "broken aliases": (lambda p: rewrite(p, {"aliases": '{"5.u": "nowhere"}'}), "damaged|another"),
+    "missing factor": (lambda p: rewrite(p, {}, **{"5.v": None}), r"another model.*5\.v"),
+    "missing buffer": (
+        lambda p: rewrite(p, {}, **{"1.running_mean": None}),
+        r"another model.*1\.running_mean",
+    ),
+    "extra tensor": (lambda p: rewrite(p, {}, extra=torch.zeros(1)), "another model.*extra"),
+    "factors that do not fit": (
+        lambda p: rewrite(p, {}, **{"5.v": torch.zeros(3, 64)}),
+        "another model.*fit together",
+    ),
+    "factor of too few dimensions": (
+        lambda p: rewrite(p, {}, **{"5.u": torch.zeros(10)}),
+        "damaged|another model",
+    ),
+    "scalar factor": (
+        lambda p: rewrite(p, {}, **{"5.u": torch.zeros(())}),
+        "damaged|another model",
+    ),
+    "unknown low-rank layer": (
+        lambda p: rewrite(p, {"ranks": '{"0": 8, "2": 6, "3": 12, "5": 10, "8": 2}'}),
+        "another model.*'8'.*missing",
+    ),
+    "low-rank norm": (
+        lambda p: rewrite(p, {"ranks": '{"0": 8, "1": 2, "2": 6, "3": 12, "5": 10}'}),
+        "another model.*'1'.*BatchNorm2d",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize("into", [net, lambda: lod.decompose(net(), ranks=3)], ids=["dense", "low"])
+def test_a_damaged_or_foreign_file_is_refused_and_changes_nothing(
+    damage: Callable[[Path], None],
+    words: str,
+    into: Callable[[], nn.Module],
+    path: Path,
+    snapshot: Callable[[nn.Module], Any],
+) -> None:
+    lod.save(trained_net(), path)
+    damage(path)
+    model = into()
+    before = snapshot(model)
+    with pytest.raises(CheckpointError, match=f"(?s){words}") as caught:
+        lod.load(path, into=model)
+    assert path.name in str(caught.value)
+    before.assert_unchanged(model)
+
+
+OTHER_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "other names": LeNet,
+    "one layer less": lambda: net()[:-1],
+    "one layer more": lambda: net().append(nn.Linear(10, 10)),
+    "wider": lambda: nn.Sequential(*net()[:-1], nn.Linear(64, 11)),
+    "other input": lambda: nn.Sequential(*net()[:-1], nn.Linear(65, 10)),
+    "other kind": lambda: nn.Sequential(*net()[:-1], nn.Conv1d(64, 10, 1)),
+    "no bias": lambda: nn.Sequential(*net()[:-1], nn.Linear(64, 10, bias=False)),
+    "other kernel": lambda: nn.Sequential(nn.Conv2d(3, 8, 5, bias=False), *net()[1:]),
+    "no norm": lambda: nn.Sequential(net()[0], nn.Identity(), *net()[2:]),
+    "lower full rank": lambda: nn.Sequential(*net()[:-1], nn.Linear(3, 10)),
+}
+
+
+@pytest.mark.parametrize("build", OTHER_MODELS.values(), ids=OTHER_MODELS.keys())
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_a_file_of_another_model_is_refused_and_changes_nothing(
+    build: Callable[[], nn.Module],
+    decomposed: bool,
+    path: Path,
+    snapshot: Callable[[nn.Module], Any],
+) -> None:
+    lod.save(trained_net(), path)
+    model = build()
+    if decomposed:
+        lod.decompose(model)
+    before = snapshot(model)
+    with pytest.raises(CheckpointError, match="is of another model"):
+        lod.load(path, into=model)
+    before.assert_unchanged(model)
+
+
+def test_a_model_without_memory_is_not_said_to_be_loaded(path: Path) -> None:
+    model, x = trained_net(), torch.randn(X)
+    lod.save(model, path)
+    with torch.device("meta"):
+        into = net()
+    try:
+        loaded = lod.load(path, into=into)
+    except MaestroError as error:
+        assert "meta" in str(error)
+    else:
+        assert torch.equal(loaded.eval()(x), model(x))
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def test_a_failing_write_leaves_the_old_file_and_nothing_else(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lod.save(trained_net(), path)
+    before = path.read_bytes()
+
+    def half_written(tensors: Any, name: Any, metadata: Any = None) -> None:
+        Path(name).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint, "save_file", half_written)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*disk full"):
+        lod.save(trained_net(), path)
+    assert path.read_bytes() == before
+    assert files(path.parent) == [path.name]
+
+
+def test_an_interrupted_write_leaves_nothing_behind(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lod.save(trained_net(), path)
+    assert files(path.parent) == []
+
+
+def test_a_write_replaces_the_old_file_as_a_whole(path: Path) -> None:
+    lod.save(trained_net(), path)
+    reader = path.open("rb")
+    old = path.read_bytes()
+    lod.save(trained_net(ranks=2), path)
+    with reader:
+        assert reader.read() == old, "a reader of the old file saw the new one"
+    assert path.read_bytes() != old
+    assert files(path.parent) == [path.name]
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        lod.save(trained_net(), tmp_path / "nowhere" / "model.safetensors")
+
+
+def test_paths_may_be_text(path: Path) -> None:
+    model = trained_net()
+    lod.save(model, str(path))
+    assert lod.ranks(lod.load(str(path), into=net())) == lod.ranks(model)
+
+
+def test_a_dense_model_is_not_saved(path: Path) -> None:
+    with pytest.raises(LayerError, match=r"no low-rank layer.*decompose"):
+        lod.save(net(), path)
+    assert files(path.parent) == []
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"step": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_state_that_is_no_tensor_is_refused_by_name(path: Path) -> None:
+    model = lod.decompose(nn.Sequential(nn.Linear(4, 4), WithExtraState(4, 4)))
+    with pytest.raises(CheckpointError, match=r"1\._extra_state.*dict"):
+        lod.save(model, path)
+    assert files(path.parent) == []
+
+
+def test_buffers_that_overlap_in_memory_are_saved(path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4))
+        model.register_buffer("whole", torch.arange(6.0))
+        model.register_buffer("part", model.whole[2:4])
+        return model
+
+    model = lod.decompose(build())
+    lod.save(model, path)
+    loaded = lod.load(path, into=build())
+    assert loaded.part.tolist() == [2, 3] and loaded.whole.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_inside_of_a_layer_may_be_named_like_a_factor(path: Path) -> None:
+    """A plain parameter named u is stored as it is, not taken for a factor."""
+    model = nn.Module()
+    model.fc = nn.Linear(4, 3)
+    model.other = nn.Module()
+    model.other.u = nn.Parameter(torch.arange(6.0).view(2, 3))
+    lod.save(lod.decompose(model), path)
+    into = copy.deepcopy(model)
+    into.other.u.data.zero_()
+    lod.load(path, into=into, ranks=1)
+    assert torch.equal(into.other.u, model.other.u)
