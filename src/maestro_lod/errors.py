@@ -50,3 +50,10 @@ def require_nonnegative(option: str, value: float) -> float:
     if not 0.0 <= number < float("inf"):
         raise OptionError(f"{option}={value!r} must be a finite number that is zero or larger.")
     return number
+
+
+def require_whole(option: str, value: int) -> int:
+    """Return the value, or refuse one that is not a whole number, zero or larger."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise OptionError(f"{option}={value!r} must be a whole number, zero or larger.")
+    return value

@@ -7,6 +7,9 @@ The file imports torch alone, so that an extracted model needs no more than this
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +19,13 @@ PARTS = ("q", "k", "v", "out_proj")
 
 class Attention(nn.Module):
     """`nn.MultiheadAttention` with projections `q`, `k`, `v`, `out_proj` of any linear kind."""
+
+    q: nn.Module
+    k: nn.Module
+    v: nn.Module
+    out_proj: nn.Module
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
 
     # What torch's transformer layers read to decide on their fast path, which needs dense weights.
     in_proj_weight = None
@@ -31,8 +41,10 @@ class Attention(nn.Module):
         self.kdim, self.vdim = dense.kdim, dense.vdim
         self.dropout, self.batch_first = dense.dropout, dense.batch_first
         self.add_zero_attn = dense.add_zero_attn
+        weights: Sequence[Tensor]
+        packed: Sequence[Tensor]
         if dense._qkv_same_embed_dim:
-            weights = list(dense.in_proj_weight.chunk(3))
+            weights = dense.in_proj_weight.chunk(3)
             packed = [dense.in_proj_weight] * 3
         else:
             weights = packed = [dense.q_proj_weight, dense.k_proj_weight, dense.v_proj_weight]
@@ -44,37 +56,32 @@ class Attention(nn.Module):
         )
         out = dense.out_proj
         self.out_proj = _linear(out.weight, out.bias, out.weight, out.bias)
-        self.register_parameter("bias_k", dense.bias_k)
-        self.register_parameter("bias_v", dense.bias_v)
+        self.bias_k = cast("nn.Parameter | None", dense.bias_k)
+        self.bias_v = cast("nn.Parameter | None", dense.bias_v)
         self.train(dense.training)
 
-    def closed(self) -> nn.MultiheadAttention:
-        """Return torch's own attention with copies of the weights; all projections must be dense."""
-        same = self.kdim == self.embed_dim and self.vdim == self.embed_dim
+    def closed(self, parts: Mapping[str, nn.Module]) -> nn.MultiheadAttention | None:
+        """Return torch's own attention over these projections, None unless all are dense."""
+        if not all(type(part) is nn.Linear for part in parts.values()):
+            return None
+        q, k, v, out = (cast("nn.Linear", parts[name]) for name in PARTS)
         plain = nn.MultiheadAttention(
-            self.embed_dim, self.num_heads, self.dropout, bias=self.q.bias is not None,
+            self.embed_dim, self.num_heads, self.dropout, bias=q.bias is not None,
             add_bias_kv=self.bias_k is not None, add_zero_attn=self.add_zero_attn, kdim=self.kdim,
             vdim=self.vdim, batch_first=self.batch_first, device="meta",
         )  # fmt: skip
-        projections = (self.q, self.k, self.v)
-        weights = [p.weight.detach() for p in projections]
-        trainable = self.q.weight.requires_grad
-        if same:
-            plain.in_proj_weight = nn.Parameter(torch.cat(weights), trainable)
+        if plain.in_proj_weight is not None:
+            plain.in_proj_weight = _joined(q.weight, k.weight, v.weight)
         else:
-            for key, weight in zip("qkv", weights, strict=True):
-                setattr(plain, f"{key}_proj_weight", nn.Parameter(weight.clone(), trainable))
-        if self.q.bias is not None:
-            biases = torch.cat([p.bias.detach() for p in projections])
-            plain.in_proj_bias = nn.Parameter(biases, self.q.bias.requires_grad)
-        for key in ("weight", "bias"):
-            value = getattr(self.out_proj, key)
-            if value is not None:
-                setattr(plain.out_proj, key, nn.Parameter(value.detach().clone(), value.requires_grad))
-        for key in ("bias_k", "bias_v"):
-            value = getattr(self, key)
-            if value is not None:
-                setattr(plain, key, nn.Parameter(value.detach().clone(), value.requires_grad))
+            plain.q_proj_weight, plain.k_proj_weight, plain.v_proj_weight = (
+                _joined(part.weight) for part in (q, k, v)
+            )
+        if plain.in_proj_bias is not None:
+            plain.in_proj_bias = _joined(q.bias, k.bias, v.bias)
+            plain.out_proj.bias = _joined(out.bias)
+        plain.out_proj.weight = _joined(out.weight)
+        if self.bias_k is not None and self.bias_v is not None:
+            plain.bias_k, plain.bias_v = _joined(self.bias_k), _joined(self.bias_v)
         return plain.train(self.training)
 
     def forward(
@@ -88,7 +95,9 @@ class Attention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        batched: bool = F._mha_shape_check(  # type: ignore[attr-defined]
+            query, key, value, key_padding_mask, attn_mask, self.num_heads
+        )
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which must be given too.")
         if not batched:
@@ -104,7 +113,7 @@ class Attention(nn.Module):
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._merged_mask(query, key, attn_mask, key_padding_mask)
         q, k, v = self.q(query), self.k(key), self.v(value)
-        if self.bias_k is not None:
+        if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], dim=1)
             v = torch.cat([v, self.bias_v.expand(v.shape[0], -1, -1)], dim=1)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
@@ -151,6 +160,10 @@ class Attention(nn.Module):
             merged = added if merged is None else merged + added
         extra = (self.bias_k is not None) + self.add_zero_attn  # positions that are never masked
         return merged if merged is None or not extra else F.pad(merged, (0, extra))
+
+
+def _joined(*parts: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.cat([part.detach() for part in parts]), parts[0].requires_grad)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -97,7 +97,7 @@ class LowRankConv(_AnyConv):
         layer._pad_amounts = tuple(dense._reversed_padding_repeated_twice)
         return layer._take_options(dense)
 
-    def _positions(self, x: Tensor) -> int:
+    def positions_of(self, x: Tensor) -> int:
         dims = self.dimensions
         count = x.shape[0] if x.ndim == dims + 2 else 1
         for i in range(dims):
@@ -200,7 +200,7 @@ class LowRankConvTranspose(_AnyConv):
         finally:
             self.output_padding = configured
 
-    def _positions(self, x: Tensor) -> int:
+    def positions_of(self, x: Tensor) -> int:
         return x.numel() // self.in_channels
 
     def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -238,8 +238,8 @@ class LowRankConvTranspose(_AnyConv):
     def _to_matrices(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.groups, self.in_channels // self.groups, -1).mT
 
-    def plain(self, rank: int | None = None) -> nn.Module:
-        return self.dense(rank) if self.called_with_output_size else super().plain(rank)
+    def dense_is_cheaper(self, rank: int | None = None, *, by: str = "params") -> bool:
+        return self.called_with_output_size or super().dense_is_cheaper(rank, by=by)
 
     def dense(self, rank: int | None = None) -> nn.Module:
         weight = self._compose(*self.truncated(rank))

@@ -53,11 +53,11 @@ class LowRankEmbedding(LowRank):
         return self.v.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.positions = x.numel()
+        self.positions = self.positions_of(x)
         u, v = self._active_factors()
         return F.embedding(x, u, self.padding_idx) @ v  # (..., r), then (..., embedding_dim)
 
-    def _positions(self, x: Tensor) -> int:
+    def positions_of(self, x: Tensor) -> int:
         return x.numel()
 
     def _compose(self, u: Tensor, v: Tensor) -> Tensor:
@@ -110,6 +110,9 @@ class SharedHead(nn.Module):
     name it has in the model, and so are its parameters.
     """
 
+    embedding: LowRankEmbedding
+    bias: nn.Parameter | None
+
     def __init__(self, embedding: LowRankEmbedding, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.embedding = embedding
@@ -125,16 +128,34 @@ class SharedHead(nn.Module):
         u, v = self.embedding._active_factors()
         return F.linear(F.linear(x, v), u, self.bias)  # (..., r), then (..., num_embeddings)
 
+    @property
+    def rank(self) -> int:
+        return self.embedding.rank
+
+    def positions_of(self, x: Tensor) -> int:
+        return x.numel() // self.embedding.embedding_dim
+
+    def macs(self, positions: int, rank: int | None = None) -> int:
+        return positions * self.embedding.weights(rank)
+
+    def dense_macs(self, positions: int) -> int:
+        return positions * self.embedding.dense_weights
+
+    def executed_macs(self, positions: int, rank: int) -> int:
+        return self.macs(positions, rank)
+
     def plain(self, embedding: nn.Module) -> nn.Module:
         """Return plain layers that share the weight of the embedding's plain form."""
         bias = self.bias is not None
         if isinstance(embedding, nn.Embedding):
             number, dim = embedding.weight.shape
-            head: nn.Module = nn.Linear(dim, number, bias=bias, device="meta")
-            last, head.weight = head, embedding.weight
+            head: nn.Module = (last := nn.Linear(dim, number, bias=bias, device="meta"))
+            last.weight = embedding.weight
         else:
             assert isinstance(embedding, nn.Sequential)
             look_up, multiply = embedding
+            assert isinstance(look_up, nn.Embedding)
+            assert isinstance(multiply, nn.Linear)
             dim, rank = multiply.weight.shape
             first = nn.Linear(dim, rank, bias=False, device="meta")
             # one factor is shared; the other is stored transposed in the embedding's linear layer

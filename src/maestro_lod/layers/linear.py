@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,7 +40,7 @@ class LowRankLinear(LowRank):
     def out_features(self) -> int:
         return self.u.shape[0]
 
-    def _positions(self, x: Tensor) -> int:
+    def positions_of(self, x: Tensor) -> int:
         return x.numel() // self.in_features
 
     def _apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -76,3 +77,44 @@ class LowRankLinear(LowRank):
         return f"in_features={self.in_features}, out_features={self.out_features}, " + (
             self._repr_rank()
         )
+
+
+class LowRankTransposedLinear(LowRankLinear):
+    """A linear layer whose dense weight is stored as (in, out), as Hugging Face's `Conv1D` does."""
+
+    kind = "Conv1D"
+    _dense_type: type[nn.Module]
+
+    @classmethod
+    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
+        weight = dense.weight
+        assert isinstance(weight, Tensor)
+        into, out = weight.shape
+        rank = min(out, into) if rank is None else rank
+        layer = cls(
+            empty_like_weight(dense, out, rank),
+            empty_like_weight(dense, rank, into),
+            empty_like_weight(dense, out),
+            trainable=weight.requires_grad,
+        )
+        layer._dense_type = type(dense)
+        return layer.train(dense.training)
+
+    @property
+    def weight(self) -> Tensor:
+        return super().weight.mT
+
+    def _to_weight(self, matrices: Tensor) -> Tensor:
+        return matrices[0].mT
+
+    def _to_matrices(self, weight: Tensor) -> Tensor:
+        return weight.mT[None]
+
+    def dense(self, rank: int | None = None) -> nn.Module:
+        u, v = self.truncated(rank)
+        with torch.device("meta"):
+            layer = self._dense_type(self.out_features, self.in_features)
+        return with_parameters(layer, self, (u @ v).mT, bias=True)
+
+    def plain(self, rank: int | None = None) -> nn.Module:
+        return super().dense(rank) if self.dense_is_cheaper(rank) else self.factored(rank)

@@ -71,6 +71,7 @@ class LowRank(nn.Module):
         self.groups = groups
         self.positions = None
         self._active: int | None = None
+        self._trainable: tuple[bool, bool] | None = None  # of factors that are frozen while empty
         # The same number for compiled graphs: as a tensor it can change without a new graph.
         limit = torch.tensor(_NO_LIMIT, device=u.device)
         self.register_buffer("_limit", limit, persistent=False)
@@ -82,7 +83,8 @@ class LowRank(nn.Module):
         """Make a layer with the options of `dense` and uninitialized factors."""
         raise NotImplementedError
 
-    def _positions(self, x: Tensor) -> int:
+    def positions_of(self, x: Tensor) -> int:
+        """Count the positions at which the weight is applied to an input."""
         raise NotImplementedError
 
     def _apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -132,24 +134,36 @@ class LowRank(nn.Module):
         return min(self.matrix_shape)
 
     def weights(self, rank: int | None = None) -> int:
-        """Count the scalars in the factors at a rank; also the factored MACs per position."""
+        """Count the scalars in the factors at a rank."""
         return self.groups * (self.rank if rank is None else rank) * sum(self.matrix_shape)
 
     @property
     def dense_weights(self) -> int:
-        """Count the scalars in the dense weight; also the dense MACs per position."""
+        """Count the scalars in the dense weight."""
         return self.groups * math.prod(self.matrix_shape)
 
-    def dense_is_cheaper(self, rank: int | None = None) -> bool:
-        """Say whether the dense form has fewer parameters and MACs than the factors (tie: no)."""
+    def macs(self, positions: int, rank: int | None = None) -> int:
+        """Count the MACs of the factors applied one by one at so many positions."""
+        return positions * self.weights(rank)
+
+    def dense_macs(self, positions: int) -> int:
+        """Count the MACs of the dense form at so many positions."""
+        return positions * self.dense_weights
+
+    def dense_is_cheaper(self, rank: int | None = None, *, by: str = "params") -> bool:
+        """Say whether the dense form has fewer "params" or "macs" than the factors (tie: no).
+
+        Both factors work at the same positions, so the answer is the same for both.
+        """
         return self.dense_weights < self.weights(rank)
 
     def executed_macs(self, positions: int, rank: int) -> int:
         """Count the MACs that this layer really does, by whichever way it chooses."""
         m, n = self.matrix_shape
-        if rank and composing_pays(positions, m, n, rank):
+        rank = max(rank, 1)  # one rank of zeros stands in for none
+        if composing_pays(positions, m, n, rank):
             return self.groups * (positions + rank) * m * n
-        return positions * self.weights(rank)
+        return self.macs(positions, rank)
 
     def plain(self, rank: int | None = None) -> nn.Module:
         """Return the cheaper of the dense and the factored plain form."""
@@ -161,19 +175,19 @@ class LowRank(nn.Module):
     def from_dense(cls, dense: nn.Module, rank: int | None = None) -> Self:
         """Return a layer with the leading singular directions of `dense`; `dense` is untouched."""
         layer = cls.like(dense, rank)
-        weight, bias = dense.weight, dense.bias
+        weight, bias = dense.weight, dense._parameters.get("bias")
         assert isinstance(weight, Tensor)
         with torch.no_grad():
             layer._set_matrices(*svd_factors(layer._to_matrices(weight), layer.rank))
-            if isinstance(bias, Tensor) and layer.bias is not None:
+            if bias is not None and layer.bias is not None:
                 layer.bias.copy_(bias).requires_grad_(bias.requires_grad)
         return layer
 
     def _set_matrices(self, left: Tensor, right: Tensor) -> None:
         """Copy (groups, m, r) and (groups, r, n) matrices into `u` and `v`."""
         r, groups = self.rank, self.groups
-        kernel = math.prod(self.u.shape[2:])
-        left = left.reshape(groups, -1, kernel, r).transpose(2, 3)  # (groups, out/groups, r, k)
+        out, kernel = self.u.shape[0] // groups, math.prod(self.u.shape[2:])
+        left = left.reshape(groups, out, kernel, r).transpose(2, 3)  # (groups, out, r, kernel)
         self.u.copy_(left.reshape(self.u.shape))
         self.v.copy_(right.transpose(0, 1).reshape(self.v.shape))
 
@@ -246,7 +260,7 @@ class LowRank(nn.Module):
         return self.u[:, :rank], self.v[:rank]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.positions = self._positions(x)
+        self.positions = self.positions_of(x)
         u, v = self._active_factors()
         if composing_pays(self.positions, *self.matrix_shape, v.shape[0]):
             return self._apply_weight(x, self._compose(u, v))
@@ -264,6 +278,24 @@ class LowRank(nn.Module):
             shape[dim] = rank
             factor.grad = None
             factor.data = factor.new_empty(shape)
+        self.freeze_if_empty()
+
+    def freeze_if_empty(self) -> None:
+        """Give factors without ranks no gradients, which some optimizers cannot take.
+
+        Factors that get ranks again become trainable as they were.
+        """
+        trainable = self.u.requires_grad, self.v.requires_grad
+        if self.rank == 0 and any(trainable):
+            self._trainable = trainable
+            self._train_factors(False, False)
+        elif self.rank > 0 and self._trainable is not None:
+            self._train_factors(*self._trainable)
+            self._trainable = None
+
+    def _train_factors(self, u: bool, v: bool) -> None:
+        self.u.requires_grad_(u)
+        self.v.requires_grad_(v)
 
     def _load_from_state_dict(
         self,

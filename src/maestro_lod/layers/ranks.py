@@ -58,6 +58,8 @@ def resolve(given: Ranks, layers: Mapping[str, tuple[int, int]]) -> dict[str, in
         }
     chosen: dict[str, int] = {}
     for key, value in given.items():
+        if not isinstance(key, str):
+            raise LayerError(f"ranks names {key!r}, which is no text. Layers: {listed(layers)}.")
         named = [key] if key in layers else [name for name in layers if matches(name, key)]
         if not named:
             raise LayerError(

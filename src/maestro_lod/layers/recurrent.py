@@ -7,6 +7,7 @@ cheaper than a dense one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,8 +100,12 @@ class Recurrent(nn.Module):
                 raise
             return getattr(engine[0], name)
 
+    def positions_of(self, x: Tensor | PackedSequence) -> int:
+        """Count the steps of all sequences: each weight is applied at each of them."""
+        return x.data.numel() // x.data.shape[-1]
+
     def forward(self, x: Tensor | PackedSequence, hx: Any = None) -> Any:
-        positions = x.data.numel() // x.data.shape[-1]
+        positions = self.positions_of(x)
         values: dict[str, Tensor] = dict(self._parameters.items())  # type: ignore[arg-type]
         for name, matrix in self._modules.items():
             assert matrix is not None
@@ -110,11 +115,12 @@ class Recurrent(nn.Module):
         engine = self._engine[0].train(self.training)
         return torch.func.functional_call(engine, values, (x, hx))
 
-    def closed(self) -> nn.RNNBase:
-        """Return torch's own layer with copies of the parameters; all weights must be dense."""
+    def closed(self, parts: Mapping[str, nn.Module]) -> nn.RNNBase | None:
+        """Return torch's own layer over these weights, None unless all are dense."""
         plain = _without_memory(self._engine[0])
-        for name, matrix in self._modules.items():
-            assert isinstance(matrix, Matrix)
+        for name, matrix in parts.items():
+            if not isinstance(matrix, Matrix):
+                return None
             setattr(plain, name, _copied(matrix.weight))
         for name, parameter in self._parameters.items():
             assert parameter is not None

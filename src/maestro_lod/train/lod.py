@@ -22,6 +22,7 @@ from maestro_lod.errors import (
     TrainingError,
     listed,
     require_nonnegative,
+    require_whole,
 )
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import activated, require_low_rank
@@ -82,7 +83,7 @@ class LoD:
         self.optimizer = optimizer
         self.penalty = require_nonnegative("penalty", penalty)
         self.threshold = require_nonnegative("threshold", threshold)
-        self.min_rank = int(require_nonnegative("min_rank", min_rank))
+        self.min_rank = require_whole("min_rank", min_rank)
         self.proximal, self.shrink, self.ema = proximal, shrink, ema
         self.full_pass, self.distill = full_pass, distill
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
@@ -93,6 +94,8 @@ class LoD:
         self._steps = self._forwards = 0  # in this epoch
         self._last_sampled: LowRank | None = None
         self._call: Call | None = None
+        self._in_step = False
+        self._example_hook: Any = None
         self._warned_of_floor = False
         if example is None:
             self._watch_for_example()
@@ -125,8 +128,12 @@ class LoD:
         layers = {self._layers[name]: rank for name, rank in drawn.items()}
         for layer in layers:
             layer.positions = None
-        with activated(layers):
-            yield drawn
+        self._in_step = True
+        try:
+            with activated(layers):
+                yield drawn
+        finally:
+            self._in_step = False
         self._steps += 1
         self._forwards += any(layer.positions is not None for layer in layers)
         self._last_sampled = next(iter(layers))
@@ -165,7 +172,7 @@ class LoD:
         """Refuse to go on from NaN weights; accelerators are not made to wait, see end_epoch."""
         if self._last_sampled is None or self._last_sampled.u.device.type != "cpu":
             return
-        if not bool(self._last_sampled.u.detach().sum().isfinite()):
+        if not bool(self._last_sampled.u.detach().isfinite().all()):
             raise TrainingError(
                 "the last step made weights NaN or infinite: its loss was not finite. Lower the "
                 "learning rate or clip gradients, and go on from the last good checkpoint."
@@ -192,13 +199,13 @@ class LoD:
         cost = self.ledger.epoch_cost(self.model, probabilities, full_pass=self.full_pass)
         lost = cut(self.model, keep, self.optimizer, self.ema) if self.shrink else {}
         self.ledger.epochs.append(cost)
-        self._warn_of_floor(lost)
         logger.info(
             "epoch %d: total rank %d, %d parameters; ranks removed: %s",
             self.epoch, sum(cost.ranks.values()), cost.params, lost or "none",
         )  # fmt: skip
         self.epoch += 1
         self._steps = self._forwards = 0
+        self._warn_of_floor(lost)
         return lost
 
     def _warn_of_floor(self, lost: dict[str, int]) -> None:
@@ -225,16 +232,13 @@ class LoD:
 
     def _watch_for_example(self) -> None:
         """Note the shapes of the first input that reaches the model inside a step."""
-
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # inside a compiled graph this hook must stay without effect
-            if not torch.compiler.is_compiling():
-                self._call = call_on_meta(Call(args, kwargs))
-                handle.remove()
-
-        handle = self.model.register_forward_pre_hook(note, with_kwargs=True)
+        note = _NoteCall(weakref.ref(self))
+        self._example_hook = self.model.register_forward_pre_hook(note, with_kwargs=True)
 
     def _measure_from_first_batch(self) -> None:
+        if self._example_hook is not None and self._forwards:
+            self._example_hook.remove()
+            self._example_hook = None
         if self._call is not None and self.ledger.dense_macs is None:
             try:
                 self.ledger.measure(self.model, self._call)
@@ -268,6 +272,7 @@ class LoD:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state as numbers, strings, lists and tensors; save it beside the model's."""
+        self._measure_from_first_batch()
         return {
             "epoch": self.epoch,
             "penalty": self.penalty,
@@ -294,6 +299,23 @@ class LoD:
         self._steps, self._forwards = int(state["steps"]), int(state["forwards"])
 
 
+class _NoteCall:
+    """A forward hook that notes one call for a `LoD`; a pickled or copied model's notes nothing."""
+
+    def __init__(self, lod: weakref.ref[LoD] | None = None) -> None:
+        self._lod = lod
+
+    def __reduce__(self) -> tuple[type[_NoteCall], tuple[()]]:
+        return _NoteCall, ()
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or self._lod is None:
+            return  # inside a compiled graph this hook must stay without effect
+        lod = self._lod()
+        if lod is not None and lod._in_step and lod._call is None:
+            lod._call = call_on_meta(Call(args, kwargs))
+
+
 def _finite(loss: Tensor) -> Tensor:
     if not bool(loss.detach().isfinite().all()):
         raise TrainingError(
@@ -303,10 +325,10 @@ def _finite(loss: Tensor) -> Tensor:
     return loss
 
 
-_ADAPTIVE = (
-    torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
-    torch.optim.RMSprop,
-)  # fmt: skip
+_SWING = {  # of one weight around zero, in learning rates; from simulations of the penalty alone
+    torch.optim.Adam: 0.036, torch.optim.AdamW: 0.036, torch.optim.RAdam: 0.036,
+    torch.optim.NAdam: 0.25, torch.optim.Adamax: 0.008, torch.optim.RMSprop: 0.35,
+}  # fmt: skip
 
 
 def reachable_importance(layer: LowRank, optimizer: Optimizer, penalty: float) -> float | None:
@@ -322,6 +344,7 @@ def reachable_importance(layer: LowRank, optimizer: Optimizer, penalty: float) -
     rate = float(groups[0]["lr"])
     if isinstance(optimizer, torch.optim.SGD):
         return float((0.3 * layer.rank * rate * penalty) ** 2)
-    if isinstance(optimizer, _ADAPTIVE):
-        return float((0.036 * rate) ** 2 * (layer.u.numel() * layer.v.numel()) ** 0.5)
+    swing = _SWING.get(type(optimizer))
+    if swing is not None:
+        return float((swing * rate) ** 2 * (layer.u.numel() * layer.v.numel()) ** 0.5)
     return None

@@ -51,7 +51,7 @@ class RankSampler:
         if self.strategy == "independent":
             return dict.fromkeys(ranks, 1.0)
         if self.strategy == "layer_uniform":
-            return dict.fromkeys(ranks, 1.0 / len(ranks))
+            return dict.fromkeys(ranks, 1.0 / max(len(ranks), 1))
         return {name: rank / sum(ranks.values()) for name, rank in ranks.items()}
 
     def sample(self) -> dict[str, int]:

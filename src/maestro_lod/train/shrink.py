@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.errors import LayerError, OptionError, TrainingError, listed, require_nonnegative
+from maestro_lod.errors import (
+    LayerError,
+    TrainingError,
+    listed,
+    require_nonnegative,
+    require_whole,
+)
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers, require_low_rank
 from maestro_lod.train.penalty import importance
@@ -40,8 +46,8 @@ def shrink(
 def ranks_above(model: nn.Module, threshold: float, min_rank: int = 0) -> dict[str, int]:
     """Return the rank that each layer keeps at a threshold on `importance`."""
     threshold = require_nonnegative("threshold", threshold)
-    if min_rank < 0:
-        raise OptionError(f"min_rank={min_rank} must be zero or larger.")
+    require_whole("min_rank", min_rank)
+    _require_unwrapped(model)
     values = importance(model)
     broken = [name for name, value in values.items() if not bool(value.isfinite().all())]
     if broken:
@@ -108,7 +114,12 @@ def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[
 
 def _require_unwrapped(model: nn.Module) -> None:
     """Refuse a model that a distributed wrapper holds: it would keep the old shapes, silently."""
-    sharded = [n for n, p in model.named_parameters() if type(p) is not nn.Parameter]
+    sharded = [
+        f"{name}.{key}".lstrip(".")
+        for name, layer in low_rank_layers(model).items()
+        for key, p in (("u", layer.u), ("v", layer.v))
+        if type(p) is not nn.Parameter
+    ]
     if sharded:
         raise LayerError(
             f"parameters are sharded by FSDP or a tensor subclass ({listed(sharded)}), which would "
@@ -122,7 +133,7 @@ def _require_unwrapped(model: nn.Module) -> None:
         inside = any(
             any(id(m) in mine for m in obj.modules())
             for obj in gc.get_objects()
-            if isinstance(obj, wrapper)
+            if issubclass(type(obj), wrapper)  # isinstance would run the code of proxies
         )
     if inside:
         raise LayerError(
@@ -137,19 +148,21 @@ def _cut_layer(layer: LowRank, rank: int, optimizer: Optimizer | None) -> None:
     for key, dim in (("u", 1), ("v", 0)):
         old: nn.Parameter = getattr(layer, key)
         new = nn.Parameter(old.narrow(dim, 0, rank).clone(), requires_grad=old.requires_grad)
-        if old.grad is not None:
+        if old.grad is not None and rank:
             new.grad = old.grad.narrow(dim, 0, rank).clone()
         _move_hooks(old, new)
         setattr(layer, key, new)
         if optimizer is not None:
             _swap_parameter(optimizer, old, new, dim)
+    layer.freeze_if_empty()
 
 
 def _move_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
-    for hook in (old._backward_hooks or {}).values():
-        new.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in (old._post_accumulate_grad_hooks or {}).values():
-        new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    # the dicts themselves, because handles that users hold remove hooks from them
+    if old._backward_hooks:
+        new._backward_hooks = old._backward_hooks
+    if old._post_accumulate_grad_hooks:
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
 
 
 def _swap_parameter(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter, dim: int) -> None:
@@ -164,8 +177,6 @@ def _sliced_state(
     state: dict[str, Any], old: nn.Parameter, new: nn.Parameter, dim: int
 ) -> dict[str, Any]:
     """Cut each tensor of a parameter's state like the parameter itself."""
-    if new.numel() == 0:
-        return {}
     sliced = {}
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.ndim == 0:
