@@ -4,7 +4,8 @@ from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import summary
 from maestro_lod.errors import MaestroError
 from maestro_lod.layers.ranks import at_ranks, ranks
-from maestro_lod.surgery import decompose, extract, fuse, survey
+from maestro_lod.plan import survey
+from maestro_lod.surgery import decompose, extract, fuse
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.penalty import group_lasso, importance, prox_group_lasso_
 from maestro_lod.train.sampling import RankSampler

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,22 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from maestro_lod.errors import CheckpointError, listed
-from maestro_lod.layers import LOW_RANK_TYPE, LowRank
+from maestro_lod.layers import (
+    OPENED_TYPE,
+    Attention,
+    LowRank,
+    Recurrent,
+    SharedHead,
+    low_rank_type,
+)
 from maestro_lod.layers.ranks import Ranks, low_rank_layers, require_low_rank, resolve
-from maestro_lod.surgery import copy_on_meta, hand_over, replace_modules
+from maestro_lod.surgery import (
+    copy_on_meta,
+    hand_over,
+    hand_over_hooks,
+    replace_modules,
+    switch_off_fast_paths,
+)
 
 _FORMAT, _VERSION = "maestro-lod", 1
 
@@ -33,6 +46,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
     for key, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
@@ -44,11 +58,16 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             aliases[key] = first[where]
             continue
         first[where] = key
-        tensors[key] = (value.transpose(0, 1) if key in rank_major else value).contiguous()
+        stored = (value.transpose(0, 1) if key in rank_major else value).contiguous()
+        memory = stored.untyped_storage().data_ptr()
+        tensors[key] = stored.clone() if memory in storages else stored  # safetensors refuses views
+        storages.add(memory)
     metadata = {
         "format": _FORMAT,
         "version": str(_VERSION),
         "ranks": json.dumps({name: layer.rank for name, layer in layers.items()}),
+        "opened": json.dumps(_names_of_opened(model)),
+        "heads": json.dumps(_names_of_heads(model)),
         "aliases": json.dumps(aliases),
     }
     _write_atomically(tensors, metadata, Path(path))
@@ -90,9 +109,18 @@ def load(path: str | os.PathLike[str], *, into: nn.Module, ranks: Ranks | None =
 
 
 def _load(file: Any, path: Path, into: nn.Module, ranks: Ranks | None) -> nn.Module:
-    stored, aliases = _header(file, path)
+    try:
+        structure, aliases = _header(file, path)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the header of {path} is damaged ({error}).") from error
+    if any(t.is_meta for t in (*into.parameters(), *into.buffers())):
+        raise CheckpointError(
+            f"{path} cannot be loaded into a model on the meta device, which has no memory. Call "
+            "model.to_empty(device=…) first."
+        )
     # a rehearsal on a copy without memory: torch's own checks, and nothing half-loaded
-    rehearsal = _restructure(copy_on_meta(into), stored, path)
+    rehearsal = _restructured(copy_on_meta(into), structure, path)
+    stored = structure.ranks
     full = {name: (stored[name], m.full_rank) for name, m in low_rank_layers(rehearsal).items()}
     chosen = stored | (resolve(ranks, full) if ranks is not None else {})
     state: dict[str, Tensor] = {}
@@ -108,12 +136,32 @@ def _load(file: Any, path: Path, into: nn.Module, ranks: Ranks | None) -> nn.Mod
         rehearsal.load_state_dict({key: value.to("meta") for key, value in state.items()})
     except RuntimeError as error:
         raise CheckpointError(f"{path} is of another model. {error}") from None
-    model = _restructure(into, stored, path)
+    model = _restructured(into, structure, path)
     model.load_state_dict(state)
     return model
 
 
-def _header(file: Any, path: Path) -> tuple[dict[str, int], dict[str, str]]:
+@dataclass(frozen=True)
+class _Structure:
+    """Which modules of the saved model are not what they were in the dense one."""
+
+    ranks: dict[str, int]
+    opened: list[str]
+    heads: dict[str, str]
+
+
+def _names_of_opened(model: nn.Module) -> list[str]:
+    return [n for n, m in model.named_modules() if isinstance(m, Attention | Recurrent)]
+
+
+def _names_of_heads(model: nn.Module) -> dict[str, str]:
+    """Return the heads that share an embedding's factors: name of one -> of the other."""
+    modules = dict(model.named_modules())
+    name_of = {id(module): name for name, module in modules.items()}
+    return {n: name_of[id(m.embedding)] for n, m in modules.items() if isinstance(m, SharedHead)}
+
+
+def _header(file: Any, path: Path) -> tuple[_Structure, dict[str, str]]:
     metadata = file.metadata() or {}
     if metadata.get("format") != _FORMAT:
         raise CheckpointError(
@@ -125,27 +173,65 @@ def _header(file: Any, path: Path) -> tuple[dict[str, int], dict[str, str]]:
             f"{path} has format version {metadata['version']}, this library reads up to "
             f"{_VERSION}. Update maestro-lod."
         )
-    return json.loads(metadata["ranks"]), json.loads(metadata["aliases"])
+    ranks, opened, heads, aliases = (
+        json.loads(metadata[key]) for key in ("ranks", "opened", "heads", "aliases")
+    )
+    shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    if not (
+        all(type(rank) is int and rank >= 0 for rank in ranks.values())
+        and all(first in shapes for first in aliases.values())
+        and all(len(shapes.get(f"{n}.{f}".lstrip("."), (0, 0))) > 1 for n in ranks for f in "uv")
+    ):
+        raise ValueError("ranks, aliases and factors do not belong together")
+    return _Structure(ranks, list(opened), dict(heads)), aliases
 
 
-def _restructure(model: nn.Module, stored: Mapping[str, int], path: Path) -> nn.Module:
-    """Make layers low-rank where the file has them so (contents undefined), the others dense."""
+def _restructured(model: nn.Module, wanted: _Structure, path: Path) -> nn.Module:
+    """Give a model the structure of the file, in place; what changes has undefined contents.
+
+    In three steps, each on what the one before left: layers with several weights are opened, layers
+    become low-rank or dense, and what has no low-rank part left is closed.
+    """
     new: dict[int, nn.Module] = {}
-    modules = dict(model.named_modules())
-    for name in stored:
+    for name, module in model.named_modules():
+        if name in wanted.opened and type(module) in OPENED_TYPE:
+            new[id(module)] = OPENED_TYPE[type(module)](module)  # type: ignore[arg-type]
+            hand_over_hooks(module, new[id(module)])
+    model = replace_modules(model, new)
+
+    modules, new = dict(model.named_modules()), {}
+    for name in wanted.ranks:
         module = modules.get(name)
-        if isinstance(module, LowRank):
-            continue
-        if module is None or type(module) not in LOW_RANK_TYPE:
+        kind = None if module is None else low_rank_type(module)
+        if module is not None and kind is not None:
+            new[id(module)] = kind.like(module, 0)
+            hand_over(module, new[id(module)])
+        elif not isinstance(module, LowRank):
             what = "is missing" if module is None else f"is a {type(module).__name__}"
             raise CheckpointError(
                 f"{path} is of another model: it has a low-rank layer {name!r}, which {what} here. "
-                f"Layers of the file: {listed(stored)}."
+                f"Layers of the file: {listed(wanted.ranks)}."
             )
-        new[id(module)] = LOW_RANK_TYPE[type(module)].like(module, 0)
-        hand_over(module, new[id(module)])
-    for name, layer in low_rank_layers(model).items():
-        if name not in stored:
-            new[id(layer)] = layer.dense()
-            hand_over(layer, new[id(layer)])
-    return replace_modules(model, new)
+    for name, module in modules.items():
+        if isinstance(module, LowRank) and name not in wanted.ranks:
+            new[id(module)] = module.dense()
+            hand_over(module, new[id(module)])
+    for name, module in modules.items():
+        if isinstance(module, SharedHead) and name not in wanted.heads:
+            new[id(module)] = module.plain(new.get(id(module.embedding), module.embedding.dense()))
+        elif name in wanted.heads and not isinstance(module, SharedHead):
+            embedding: Any = modules[wanted.heads[name]]
+            bias = module._parameters.get("bias")
+            new[id(module)] = SharedHead(new.get(id(embedding), embedding), bias)
+    model = replace_modules(model, new)
+
+    new = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Attention | Recurrent) and name not in wanted.opened:
+            closed = module.closed(dict(module.named_children()))
+            if closed is not None:
+                hand_over_hooks(module, closed)
+                new[id(module)] = closed
+    model = replace_modules(model, new)
+    switch_off_fast_paths(model)
+    return model

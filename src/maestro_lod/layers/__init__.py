@@ -36,7 +36,11 @@ OPENED_TYPE: dict[type[nn.Module], type[Attention] | type[Recurrent]] = {
 
 def low_rank_type(module: nn.Module) -> type[LowRank] | None:
     """Return the low-rank kind for a dense layer, None if there is none."""
-    kind = type(module)
+    return low_rank_type_of(type(module))
+
+
+def low_rank_type_of(kind: type) -> type[LowRank] | None:
+    """Return the low-rank kind for a type of dense layer, None if there is none."""
     return LOW_RANK_TYPE.get(kind) or _FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
@@ -55,4 +59,5 @@ __all__ = [
     "Recurrent",
     "SharedHead",
     "low_rank_type",
+    "low_rank_type_of",
 ]
