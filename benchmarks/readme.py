@@ -1,6 +1,6 @@
 """Write the measured ratios into the README, so that no number there is typed by hand.
 
-    python benchmarks/readme.py
+python benchmarks/readme.py
 """
 
 from __future__ import annotations

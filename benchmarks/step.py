@@ -120,7 +120,9 @@ def penalty_alone(model: nn.Module) -> Callable[[], None]:
     return step
 
 
-def report(question: str, times: dict[str, float], bounds: dict[str, tuple[str, str, float]]) -> None:
+def report(
+    question: str, times: dict[str, float], bounds: dict[str, tuple[str, str, float]]
+) -> None:
     answer: dict[str, object] = {
         "dense_ms": 1e3 * times["dense"],
         "over_dense": {name: t / times["dense"] for name, t in times.items()},

@@ -318,7 +318,9 @@ def test_only_shapes_and_dtypes_of_the_example_matter() -> None:
     assert lod.summary(model, real) == lod.summary(model, real.detach().to("meta"))
 
 
-@pytest.mark.parametrize("example", [None, [torch.empty(2, 6)], 3, "x"], ids=["none", "list", "number", "text"])
+@pytest.mark.parametrize(
+    "example", [None, [torch.empty(2, 6)], 3, "x"], ids=["none", "list", "number", "text"]
+)
 def test_something_that_is_no_example_is_refused(example: Any) -> None:
     with pytest.raises(OptionError, match=f"example is a {type(example).__name__}.*tensor"):
         lod.summary(nn.Linear(6, 6), example)

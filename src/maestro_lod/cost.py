@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from maestro_lod.errors import LayerError, OptionError
-from maestro_lod.layers import LOW_RANK_TYPE, LowRank
+from maestro_lod.layers import LowRank, Recurrent, SharedHead, low_rank_type
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import copy_on_meta, replace_modules
 from maestro_lod.table import table
@@ -115,20 +115,39 @@ def summary(model: nn.Module, example: Example) -> Summary:
 
 
 def _rows(model: nn.Module, macs: DenseMacs) -> Iterator[LayerCost]:
+    seen: set[nn.Parameter] = set()  # shared ones count where they come first
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None]
-        count, dense = sum(p.numel() for p in own), macs.layers.get(name, 0)
-        if isinstance(module, LowRank):
-            positions, factors = dense // module.dense_weights, module.weights()
+        count = sum(p.numel() for p in own if p not in seen)
+        if isinstance(module, SharedHead) or any(p.ndim > 1 for p in own):
+            seen |= set(own)
+        if isinstance(module, SharedHead):  # its factors are the embedding's parameters
+            positions, layer = macs.positions[name], module.embedding
+            yield LayerCost(
+                name, "SharedHead", tuple(layer.weight_shape), layer.rank, layer.full_rank, count,
+                module.macs(positions), count, module.dense_macs(positions),
+                "dense" if layer.dense_is_cheaper() else "factored",
+            )  # fmt: skip
+        elif isinstance(module, LowRank):
+            positions, factors = macs.positions[name], module.weights()
             yield LayerCost(
                 name, module.kind, tuple(module.weight_shape), module.rank, module.full_rank,
-                count, positions * factors, count - factors + module.dense_weights, dense,
+                count, module.macs(positions), count - factors + module.dense_weights,
+                module.dense_macs(positions),
                 "dense" if module.dense_is_cheaper() else "factored",
             )  # fmt: skip
         elif any(p.ndim > 1 for p in own):
             shape = tuple(max(own, key=lambda p: p.numel()).shape)
-            kind = type(module).__name__
+            kind, dense = type(module).__name__, macs.layers.get(name, 0)
             yield LayerCost(name, kind, shape, None, None, count, dense, count, dense, "dense")
+
+
+Costed: TypeAlias = LowRank | SharedHead
+
+
+def costed_layers(model: nn.Module) -> dict[str, Costed]:
+    """Return everything that multiplies by factors: low-rank layers, heads that share theirs."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, LowRank | SharedHead)}
 
 
 def count_params(model: nn.Module) -> int:
@@ -138,17 +157,20 @@ def count_params(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class DenseMacs:
-    """MACs of a model's dense form on one input: in total, and by the module that does them."""
+    """MACs of a model's dense form on one input."""
 
     total: int
     layers: dict[str, int]
+    """By the module that owns the weight matrices, for the layers that are dense anyway."""
+    positions: dict[str, int]
+    """At how many positions each low-rank layer applies its weight."""
 
 
 def dense_macs(model: nn.Module, example: Example) -> DenseMacs:
     """Count the MACs of the model's dense form, without doing any arithmetic."""
     call = call_on_meta(example)
     try:
-        return _counted_macs(_dense_twin_on_meta(model), call)
+        return _counted_macs(copy_on_meta(model).eval(), call)
     except Exception as error:
         raise LayerError(
             f"MACs cannot be counted: {type(model).__name__} could not be copied to the meta "
@@ -157,6 +179,8 @@ def dense_macs(model: nn.Module, example: Example) -> DenseMacs:
 
 
 def _counted_macs(twin: nn.Module, call: Call) -> DenseMacs:
+    """Count on a copy that lies on the meta device; its low-rank layers are made dense."""
+    twin, positions = _dense_with_positions(twin)
     counter = FlopCounterMode(display=False)
     layers: dict[str, int] = {}
     batched: list[int] = []  # weights applied by a batched product, which looks like attention's
@@ -171,7 +195,7 @@ def _counted_macs(twin: nn.Module, call: Call) -> DenseMacs:
             weights, everything = (
                 now - then for now, then in zip(_macs_so_far(counter), started.pop(), strict=True)
             )
-            plain = type(module) in LOW_RANK_TYPE  # every product in it is with its weight
+            plain = low_rank_type(module) is not None  # every product in it is with its weight
             layers[name] = layers.get(name, 0) + (everything if plain else weights)
             batched.append(everything - weights if plain else 0)
 
@@ -183,19 +207,36 @@ def _counted_macs(twin: nn.Module, call: Call) -> DenseMacs:
             watch(name, module)
     with torch.no_grad(), _no_attention_fast_path(), counter:
         twin(*call.args, **call.kwargs)
-    return DenseMacs(_macs_so_far(counter)[0] + sum(batched), layers)
+    return DenseMacs(_macs_so_far(counter)[0] + sum(batched), layers, positions)
+
+
+def _dense_with_positions(twin: nn.Module) -> tuple[nn.Module, dict[str, int]]:
+    """Make a model dense, in place, and let it count where its low-rank layers were applied."""
+    positions = dict.fromkeys(costed_layers(twin), 0)
+    dense = {id(layer): layer.dense() for layer in low_rank_layers(twin).values()}
+
+    def locate(name: str, caller: nn.Module, count: Callable[[Any], int]) -> None:
+        def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            positions[name] += count(args[0] if args else next(iter(kwargs.values())))
+
+        caller.register_forward_pre_hook(add, with_kwargs=True)
+
+    for name, module in twin.named_modules():
+        parent = twin.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, SharedHead):
+            dense[id(module)] = module.plain(dense[id(module.embedding)])
+            locate(name, dense[id(module)], module.positions_of)
+        elif isinstance(module, LowRank) and isinstance(parent, Recurrent):
+            locate(name, parent, parent.positions_of)
+        elif isinstance(module, LowRank):
+            locate(name, dense[id(module)], module.positions_of)
+    return replace_modules(twin, dense), positions
 
 
 def _macs_so_far(counter: FlopCounterMode) -> tuple[int, int]:
     """Return the MACs of products with weights, and of all products."""
     flops = counter.flop_counts["Global"]
     return sum(n for op, n in flops.items() if op in _WEIGHT_OPS) // 2, sum(flops.values()) // 2
-
-
-def _dense_twin_on_meta(model: nn.Module) -> nn.Module:
-    twin = copy_on_meta(model).eval()
-    dense = {id(layer): layer.dense() for layer in low_rank_layers(twin).values()}
-    return replace_modules(twin, dense)
 
 
 @dataclass(frozen=True)
@@ -279,11 +320,7 @@ class Ledger:
     def measure(self, model: nn.Module, example: Example) -> None:
         """Learn where the layers work, from an example of the model's input."""
         macs = dense_macs(model, example)
-        layers = low_rank_layers(model)
-        self.dense_macs = macs.total
-        self.positions = {
-            name: macs.layers.get(name, 0) // layer.dense_weights for name, layer in layers.items()
-        }
+        self.dense_macs, self.positions = macs.total, macs.positions
 
     def epoch_cost(
         self, model: nn.Module, sampled: Mapping[str, float], *, full_pass: bool = False
@@ -297,25 +334,30 @@ class Ledger:
         return EpochCost(
             ranks={name: layer.rank for name, layer in layers.items()},
             params=count_params(model),
-            macs=self._expected(layers, sampled, full_pass, lambda m, p, r: p * m.weights(r)),
-            executed_macs=self._expected(layers, sampled, full_pass, LowRank.executed_macs),
+            macs=self._expected(model, sampled, full_pass, lambda m, p, r: m.macs(p, r)),
+            executed_macs=self._expected(
+                model, sampled, full_pass, lambda m, p, r: m.executed_macs(p, r)
+            ),
         )
 
     def _expected(
         self,
-        layers: Mapping[str, LowRank],
+        model: nn.Module,
         sampled: Mapping[str, float],
         full_pass: bool,
-        macs: Callable[[LowRank, int, int], int],
+        macs: Callable[[Costed, int, int], int],
     ) -> float | None:
         if self.dense_macs is None:
             return None
         total = float(self.dense_macs)
-        for name, layer in layers.items():
+        name_of = {id(layer): name for name, layer in low_rank_layers(model).items()}
+        for name, layer in costed_layers(model).items():
             positions, rank = self.positions[name], layer.rank
             full = macs(layer, positions, rank)
-            total += full * (2 if full_pass else 1) - positions * layer.dense_weights
-            if probability := sampled.get(name, 0.0):
+            total += full * (2 if full_pass else 1) - layer.dense_macs(positions)
+            # a shared head is drawn with its embedding
+            drawn = layer.embedding if isinstance(layer, SharedHead) else layer
+            if probability := sampled.get(name_of[id(drawn)], 0.0):
                 mean = sum(macs(layer, positions, b) for b in range(1, rank + 1)) / rank
                 total -= probability * (full - mean)
         return total
