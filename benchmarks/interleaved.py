@@ -17,14 +17,27 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def seconds(
-    variants: dict[str, Callable[[], object]], *, rounds: int, repeats: int = 1
-) -> dict[str, float]:
-    """Return the median seconds of each variant; every round runs all of them, in turning order."""
+class Times(dict[str, list[float]]):
+    """Seconds of each variant, round by round."""
+
+    def median(self, name: str) -> float:
+        return statistics.median(self[name])
+
+    def ratio(self, name: str, over: str) -> float:
+        """Return the median over the rounds of one variant's time relative to another's.
+
+        Both were measured within the same moments, so what slows the machine down cancels out.
+        """
+        pairs = zip(self[name], self[over], strict=True)
+        return statistics.median(one / other for one, other in pairs)
+
+
+def seconds(variants: dict[str, Callable[[], object]], *, rounds: int, repeats: int = 1) -> Times:
+    """Time each variant; every round runs all of them, in turning order."""
     for run in variants.values():
         run()
         run()
-    times: dict[str, list[float]] = {name: [] for name in variants}
+    times = Times({name: [] for name in variants})
     names = list(variants)
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
@@ -36,7 +49,7 @@ def seconds(
             print(f"\r{i + 1}/{rounds} rounds", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
         print("\r", end="", file=sys.stderr)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def write(question: str, answer: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import argparse
 import math
 
 import torch
-from interleaved import seconds, write
+from interleaved import Times, seconds, write
 from torch import Tensor, nn
 
 import maestro_lod.layers.lowrank as lowrank
@@ -47,12 +47,12 @@ def cases() -> list[tuple[nn.Module, Tensor]]:
     ]
 
 
-def both_ways(layer: LowRank, x: Tensor, rounds: int) -> dict[str, float]:
+def both_ways(layer: LowRank, x: Tensor, rounds: int) -> Times:
     def run(composed: bool) -> None:
         lowrank.composing_pays = lambda *_: composed
         layer(x).sum().backward()
 
-    once = seconds({"factored": lambda: run(False)}, rounds=1)["factored"]
+    once = seconds({"factored": lambda: run(False)}, rounds=1).median("factored")
     repeats = max(1, math.ceil(0.01 / once))
     return seconds(
         {"factored": lambda: run(False), "composed": lambda: run(True)},
@@ -64,7 +64,9 @@ def both_ways(layer: LowRank, x: Tensor, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     choose, measured = lowrank.composing_pays, []
     for dense, x in cases():
@@ -73,18 +75,17 @@ def main() -> None:
         for rank in sorted({max(1, round(share * full)) for share in SHARES}):
             layer = LOW_RANK_TYPE[type(dense)].from_dense(dense, rank)
             times = both_ways(layer, x, options.rounds)
-            measured.append((layer, rank, times))
-            ratio = times["composed"] / times["factored"]
+            measured.append((layer, rank, times.ratio("composed", "factored")))
+            ratio = times.ratio("composed", "factored")
             print(f"{dense!s:75.75s} rank {rank:4d}  composed/factored {ratio:6.3f}", flush=True)
     regret = {}
     for candidate in CANDIDATES:
         lowrank.MOVING_ONE_VALUE = candidate
         logs = []
-        for layer, rank, times in measured:
+        for layer, rank, ratio in measured:
             assert layer.positions is not None
             pays = choose(layer.positions, *layer.matrix_shape, rank)
-            taken = times["composed" if pays else "factored"]
-            logs.append(math.log(taken / min(times.values())))
+            logs.append(math.log((ratio if pays else 1.0) / min(ratio, 1.0)))
         regret[candidate] = math.exp(sum(logs) / len(logs))
         print(f"MOVING_ONE_VALUE = {candidate:4d}: {regret[candidate]:.4f} × the best choice")
     write("switch", {"mean_slowdown_by_moving_one_value": regret})

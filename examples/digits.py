@@ -21,7 +21,7 @@ EPOCHS, BATCH, PENALTY = 60, 32, 1e-3
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return train images, train labels, test images, test labels; every fifth digit is for test."""
+    """Return images and labels to train on, then those to test on: every fifth digit."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # (N, 1, 8, 8)
     images = F.interpolate(images, size=28, mode="bilinear") - 0.3

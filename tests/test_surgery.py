@@ -378,9 +378,11 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Conv1d(6, 6, 3, groups=6),
         "no rank saves anything (1×3 per group)",
     ),
-    "embedding": (lambda: nn.Embedding(6, 6), "Embedding is not a supported kind"),
+    "embedding": (
+        lambda: nn.Embedding(6, 6, max_norm=1.0),
+        "max_norm=1.0 acts on rows of a dense weight",
+    ),
     "bilinear": (lambda: nn.Bilinear(6, 6, 6), "Bilinear is not a supported kind"),
-    "recurrent": (lambda: nn.LSTM(6, 6), "LSTM is not a supported kind"),
 }
 
 
@@ -823,7 +825,15 @@ def test_transformer_encoders_work_unchanged(mode: str, grad: bool) -> None:
 
     expected = outputs()
     lod.decompose(model)
-    assert low_rank_names(model) == [f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)]
+    parts = (
+        "self_attn.q",
+        "self_attn.k",
+        "self_attn.v",
+        "self_attn.out_proj",
+        "linear1",
+        "linear2",
+    )
+    assert low_rank_names(model) == [f"layers.{i}.{part}" for i in (0, 1) for part in parts]
     torch.testing.assert_close(outputs(), expected, **CLOSE)
     with lod.at_ranks(model, 2):
         truncated = outputs()

@@ -195,7 +195,7 @@ def _restructured(model: nn.Module, wanted: _Structure, path: Path) -> nn.Module
     new: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         if name in wanted.opened and type(module) in OPENED_TYPE:
-            new[id(module)] = OPENED_TYPE[type(module)](module)  # type: ignore[arg-type]
+            new[id(module)] = OPENED_TYPE[type(module)](module)
             hand_over_hooks(module, new[id(module)])
     model = replace_modules(model, new)
 

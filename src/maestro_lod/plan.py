@@ -262,7 +262,7 @@ class _Obstacles:
                 if key != "_modules":
                     where = f"{name}.{key}".lstrip(".")
                     self._holders |= {id(m): where for m in _modules_in(value)}
-            read = weights_read_by(type(module))
+            read = weights_read_by(type(module))  # type: ignore[arg-type]
             for key, child in module._modules.items():
                 if child is not None and key in read:
                     self._readers[id(child)] = type(module).__name__

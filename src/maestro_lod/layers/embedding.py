@@ -53,7 +53,7 @@ class LowRankEmbedding(LowRank):
         return self.v.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.positions = self.positions_of(x)
+        self._note_positions(x)
         u, v = self._active_factors()
         return F.embedding(x, u, self.padding_idx) @ v  # (..., r), then (..., embedding_dim)
 

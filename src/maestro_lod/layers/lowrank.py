@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Applying the factors one by one writes and reads a value per rank and position in between. Moving
 # it costs about as much as this many multiplications. Fitted by benchmarks/switch.py.
-MOVING_ONE_VALUE = 192
+MOVING_ONE_VALUE = 64
 
 _NO_LIMIT = 2**31 - 1  # the compiled form of "no active rank": every rank counts
 
@@ -54,6 +54,8 @@ class LowRank(nn.Module):
     v: nn.Parameter
     bias: nn.Parameter | None
     groups: int
+    matrix_shape: tuple[int, int]
+    """The shape (m, n) of the matrix that each group factors."""
     positions: int | None
     """Where the last forward applied the weight (batch included); None if there was none."""
     _limit: Tensor
@@ -69,6 +71,8 @@ class LowRank(nn.Module):
         else:
             self.bias = nn.Parameter(bias, requires_grad=trainable)
         self.groups = groups
+        u_kernel, v_kernel = math.prod(u.shape[2:]), math.prod(v.shape[2:])
+        self.matrix_shape = (u.shape[0] // groups * u_kernel, v.shape[1] // groups * v_kernel)
         self.positions = None
         self._active: int | None = None
         self._trainable: tuple[bool, bool] | None = None  # of factors that are frozen while empty
@@ -115,12 +119,6 @@ class LowRank(nn.Module):
     def rank(self) -> int:
         """The number of ranks that are stored."""
         return self.v.shape[0]
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """The shape (m, n) of the matrix that each group factors."""
-        u_kernel, v_kernel = math.prod(self.u.shape[2:]), math.prod(self.v.shape[2:])
-        return self.u.shape[0] // self.groups * u_kernel, self.v.shape[1] // self.groups * v_kernel
 
     @property
     def weight_shape(self) -> torch.Size:
@@ -241,7 +239,7 @@ class LowRank(nn.Module):
         """Use only the first `rank` ranks from now on; None uses all. See `at_ranks`."""
         if rank is not None and not 0 <= rank <= self.rank:
             raise RankError(f"active rank {rank} is not between 0 and the stored rank {self.rank}.")
-        self._active = rank
+        self.__dict__["_active"] = rank  # past nn.Module's slow setattr
         self._limit.fill_(_NO_LIMIT if rank is None else rank)
 
     def _active_factors(self) -> tuple[Tensor, Tensor]:
@@ -259,10 +257,19 @@ class LowRank(nn.Module):
             return self._zero_rank()
         return self.u[:, :rank], self.v[:rank]
 
+    def _note_positions(self, x: Tensor) -> int:
+        """Remember where the weight is applied; also says that the layer has run."""
+        positions = self.positions_of(x)
+        if torch.compiler.is_compiling():
+            self.positions = positions
+        else:  # past nn.Module's slow setattr
+            self.__dict__["positions"] = positions
+        return positions
+
     def forward(self, x: Tensor) -> Tensor:
-        self.positions = self.positions_of(x)
+        positions = self._note_positions(x)
         u, v = self._active_factors()
-        if composing_pays(self.positions, *self.matrix_shape, v.shape[0]):
+        if composing_pays(positions, *self.matrix_shape, v.shape[0]):
             return self._apply_weight(x, self._compose(u, v))
         return self._apply_factors(x, u, v)
 

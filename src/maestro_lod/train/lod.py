@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -172,7 +173,7 @@ class LoD:
         """Refuse to go on from NaN weights; accelerators are not made to wait, see end_epoch."""
         if self._last_sampled is None or self._last_sampled.u.device.type != "cpu":
             return
-        if not bool(self._last_sampled.u.detach().isfinite().all()):
+        if not math.isfinite(self._last_sampled.u.detach().sum(dtype=torch.float32).item()):
             raise TrainingError(
                 "the last step made weights NaN or infinite: its loss was not finite. Lower the "
                 "learning rate or clip gradients, and go on from the last good checkpoint."

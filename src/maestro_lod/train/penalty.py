@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.utils.rnn import pad_sequence
 
 from maestro_lod.errors import require_nonnegative
 from maestro_lod.layers.lowrank import LowRank
@@ -26,12 +25,44 @@ def rank_norms(factors: Sequence[Tensor]) -> Tensor:
 
     Factors come as u, v, u, v, …. Computed in float32 or better.
     """
-    dtype = functools.reduce(torch.promote_types, (f.dtype for f in factors), torch.float32)
+    dtype = functools.reduce(torch.promote_types, {f.dtype for f in factors}, torch.float32)
+    device = factors[0].device
     norms = []
     for i, factor in enumerate(factors):
-        others = [d for d in range(factor.ndim) if d != _rank_dim(i)]
-        norms.append(torch.linalg.vector_norm(factor, dim=others, dtype=dtype))
-    return pad_sequence([norm.to(norms[0].device) for norm in norms], batch_first=True)
+        dim = 1 - i % 2  # of the ranks: u (out, r, …), v (r, …)
+        if dim and factor.numel() > 4096:
+            # over the first dimension, torch sums large tensors faster than it takes norms
+            others = [0, *range(2, factor.ndim)]
+            norm = factor.to(dtype).square().sum(others).sqrt()
+        else:
+            others = [d for d in range(factor.ndim) if d != dim]
+            norm = torch.linalg.vector_norm(factor, dim=others, dtype=dtype)
+        norms.append(norm if norm.device == device else norm.to(device))
+    places = _places if torch.compiler.is_compiling() else _remembered_places
+    padded, _ = places(tuple(map(len, norms)), device)
+    return torch.cat([*norms, norms[0].new_zeros(1)]).take(padded)
+
+
+def _places(ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return how to pad values of so many ranks, laid end to end, to a matrix, and how to undo it.
+
+    Two gathers, because padding and slicing row by row would cost a small model more than the
+    penalty itself.
+    """
+    total, widest = sum(ranks), max(ranks)
+    starts = [sum(ranks[:i]) for i in range(len(ranks))]
+    padded = [
+        [start + b if b < rank else total for b in range(widest)]  # total: where the zero is
+        for start, rank in zip(starts, ranks, strict=True)
+    ]
+    flat = [i * widest + b for i, rank in enumerate(ranks) for b in range(rank)]
+    return (
+        torch.tensor(padded, dtype=torch.int64, device=device),
+        torch.tensor(flat, dtype=torch.int64, device=device),
+    )
+
+
+_remembered_places = functools.lru_cache(maxsize=64)(_places)
 
 
 def tail_norms(factors: Sequence[Tensor]) -> Tensor:
@@ -40,15 +71,19 @@ def tail_norms(factors: Sequence[Tensor]) -> Tensor:
     return squares.flip(1).cumsum(1).flip(1).sqrt()
 
 
-def _rank_dim(position: int) -> int:
-    return 1 if position % 2 == 0 else 0  # u, v, u, v, …
-
-
-def _along_ranks(values: Tensor, factor: Tensor, position: int) -> Tensor:
-    """Shape one value per rank so that it multiplies the factor's ranks."""
-    shape = [1] * factor.ndim
-    shape[_rank_dim(position)] = -1
-    return values[: factor.shape[_rank_dim(position)]].to(factor.device).view(shape)
+def _scaled(factors: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
+    """Multiply the ranks of all factors by (factors, largest rank) scales."""
+    ranks = tuple(f.shape[1 - i % 2] for i, f in enumerate(factors))  # u, v, u, v, …
+    places = _places if torch.compiler.is_compiling() else _remembered_places
+    _, flat = places(ranks, scales.device)
+    multipliers = []
+    for i, (factor, scale) in enumerate(
+        zip(factors, torch.split(scales.take(flat), list(ranks)), strict=True)
+    ):
+        behind = factor.ndim - 2 + i % 2  # dimensions behind the ranks
+        multiplier = scale.view(-1, *[1] * behind) if behind else scale
+        multipliers.append(multiplier.to(factor.device))
+    return list(torch._foreach_mul(list(factors), multipliers))
 
 
 def _factors(layers: Iterable[LowRank]) -> list[Tensor]:
@@ -67,12 +102,12 @@ class _GroupLasso(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tails, *factors = ctx.saved_tensors
         # Rank j is in the groups b ≤ j, and d‖F_b:‖/dF_j = F_j/‖F_b:‖; a zero tail counts as zero.
-        scale = grad * torch.where(tails > 0, tails.reciprocal(), 0.0).cumsum(1)
+        scales = torch.where(tails > 0, tails.reciprocal(), 0.0).cumsum(1).mul_(grad)
         return tuple(
-            (factor * _along_ranks(scale[i], factor, i)).to(factor.dtype)
-            if ctx.needs_input_grad[i]
-            else None
-            for i, factor in enumerate(factors)
+            scaled.to(factor.dtype) if needed else None
+            for factor, scaled, needed in zip(
+                factors, _scaled(factors, scales), ctx.needs_input_grad, strict=True
+            )
         )
 
 
@@ -116,11 +151,16 @@ def prox_layers_(steps: Mapping[LowRank, tuple[float, float]]) -> None:
     """Apply the proximal map with a step per factor (u, v), in place; frozen factors are kept."""
     factors = _factors(steps)
     factor_steps = [step for pair in steps.values() for step in pair]
-    all_norms = rank_norms(factors).tolist()
-    for i, (factor, step, norms) in enumerate(zip(factors, factor_steps, all_norms, strict=True)):
-        if step > 0.0 and factor.requires_grad:
-            scales = factor.new_tensor(_prox_scales(norms, step), dtype=torch.float64)
-            factor.mul_(_along_ranks(scales.to(factor.dtype), factor, i))
+    norms_matrix = rank_norms(factors)
+    all_norms = norms_matrix.tolist()
+    scales = [
+        _prox_scales(norms, step) if step > 0.0 and factor.requires_grad else [1.0] * len(norms)
+        for factor, step, norms in zip(factors, factor_steps, all_norms, strict=True)
+    ]
+    for factor, scaled in zip(
+        factors, _scaled(factors, norms_matrix.new_tensor(scales)), strict=True
+    ):
+        factor.copy_(scaled)
 
 
 def _prox_scales(norms: list[float], step: float) -> list[float]:

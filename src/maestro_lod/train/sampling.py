@@ -39,7 +39,7 @@ class RankSampler:
         self.strategy = strategy
         self.generator = torch.Generator().manual_seed(seed)
         self._names: list[str] = []
-        self._pending = torch.empty(0, 2, dtype=torch.int64)  # (layer index, rank), not yet drawn
+        self._pending: list[list[int]] = []  # [layer index, rank] not yet drawn; the last is next
 
     def live_ranks(self) -> dict[str, int]:
         """Return the layers that can be drawn with their current ranks."""
@@ -82,19 +82,15 @@ class RankSampler:
 
     def _next_pair(self, ranks: dict[str, int]) -> dict[str, int]:
         while True:
-            while len(self._pending):
-                index, rank = self._pending[0].tolist()
-                self._pending = self._pending[1:]
+            while self._pending:
+                index, rank = self._pending.pop()
                 name = self._names[index]
                 if rank <= ranks.get(name, 0):
                     return {name: rank}
             self._names = list(ranks)
-            pairs = [
-                torch.stack([torch.full((r,), i), torch.arange(1, r + 1)], dim=1)
-                for i, r in enumerate(ranks.values())
-            ]
-            order = torch.randperm(sum(ranks.values()), generator=self.generator)
-            self._pending = torch.cat(pairs)[order]
+            pairs = [[i, b] for i, rank in enumerate(ranks.values()) for b in range(1, rank + 1)]
+            order = torch.randperm(len(pairs), generator=self.generator)
+            self._pending = [pairs[i] for i in order.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state as tensors, strings and lists."""
@@ -102,7 +98,7 @@ class RankSampler:
             "strategy": self.strategy,
             "generator": self.generator.get_state(),
             "names": list(self._names),
-            "pending": self._pending.clone(),
+            "pending": torch.tensor(self._pending, dtype=torch.int64).view(-1, 2),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -115,4 +111,4 @@ class RankSampler:
         generator: Tensor = state["generator"]
         self.generator.set_state(generator.to("cpu", torch.uint8))
         self._names = list(state["names"])
-        self._pending = state["pending"].to("cpu", torch.int64).clone()
+        self._pending = state["pending"].tolist()
