@@ -24,8 +24,10 @@ check: $(VENV)/.installed  ## lint, formatting, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed  ## measure training steps against the dense model
+bench: $(VENV)/.installed  ## measure training steps and single layers against dense ones
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/layers.py
+	$(BIN)/python benchmarks/readme.py
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

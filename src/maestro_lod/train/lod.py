@@ -258,6 +258,8 @@ class LoD:
         self.optimizer.register_step_post_hook(after_step)
 
     def _proximal_step(self) -> None:
+        if self.penalty == 0.0:
+            return
         rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
         prox_layers_(
             {

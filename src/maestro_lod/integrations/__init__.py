@@ -1,0 +1,1 @@
+"""Thin bridges to other frameworks; each file imports its own, and nothing else imports them."""

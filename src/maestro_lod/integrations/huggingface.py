@@ -1,0 +1,106 @@
+"""Directories as Hugging Face has them, for low-rank models.
+
+`lod.decompose` works on a transformers model as on any other; only saving and loading need help.
+The stock `from_pretrained` builds the dense model, does not find its weights in the file, and
+leaves those layers randomly initialized: it prints a report, but raises nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from maestro_lod.checkpoint import load, save
+from maestro_lod.errors import CheckpointError, LayerError
+from maestro_lod.layers import SharedHead
+from maestro_lod.layers.ranks import Ranks, require_low_rank
+
+_WEIGHTS, _CONFIG, _GENERATION = "model.safetensors", "config.json", "generation_config.json"
+
+
+def save_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Write a low-rank transformers model to a directory: config and weights, every size in one.
+
+    Files of an earlier save are replaced only once all new ones are written. Read the directory
+    with `from_pretrained` of this module.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise LayerError(
+            f"{type(model).__name__} is no transformers model. Use maestro_lod.save for others."
+        )
+    require_low_rank(model)
+    directory = Path(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as name:
+            written = Path(name)
+            _config_of(model).save_pretrained(written)
+            if model.can_generate() and model.generation_config is not None:
+                model.generation_config.save_pretrained(written)
+            save(model, written / _WEIGHTS)
+            for file in sorted(written.iterdir()):
+                file.replace(directory / file.name)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {directory} ({error}).") from error
+
+
+def _config_of(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return a copy of the config that says what is needed to build the model again.
+
+    A head that shares the factors of its embedding is one weight already. The config must not call
+    it tied, else transformers' `tie_weights` looks for the dense weight of the embedding.
+    """
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
+    if any(isinstance(module, SharedHead) for module in model.modules()):
+        config.tie_word_embeddings = False
+    return config
+
+
+def from_pretrained(
+    directory: str | os.PathLike[str],
+    *,
+    ranks: Ranks | None = None,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """Return the model that `save_pretrained` wrote, in eval mode, reading only the ranks asked for.
+
+    Nothing is downloaded: the architecture is one of the installed transformers. `ranks` is as in
+    `maestro_lod.load`; `dtype` is that of the saved model unless given.
+    """
+    directory = Path(directory)
+    for needed in (_CONFIG, _WEIGHTS):
+        if not (directory / needed).is_file():
+            raise CheckpointError(
+                f"{directory} has no {needed}. Give a directory that save_pretrained wrote."
+            )
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{directory / _CONFIG} cannot be read ({reason}).") from error
+    model = _architecture(config, directory)._from_config(config, dtype=dtype or config.dtype)
+    load(directory / _WEIGHTS, into=model, ranks=ranks)
+    if (directory / _GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return model.eval()
+
+
+def _architecture(config: PreTrainedConfig, directory: Path) -> type[PreTrainedModel]:
+    name = (config.architectures or ["none"])[0]
+    found = getattr(transformers, name, None)
+    if isinstance(found, type) and issubclass(found, PreTrainedModel):
+        return found
+    raise CheckpointError(
+        f"{directory / _CONFIG} names the architecture {name!r}, which transformers "
+        f"{transformers.__version__} does not have. Build the model yourself and call "
+        f"maestro_lod.load({_WEIGHTS!r}, into=model)."
+    )
