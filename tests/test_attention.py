@@ -1,4 +1,4 @@
-"""Attention over low-rank projections is torch's own, option by option, and shrinks like the rest."""
+"""Attention over low-rank projections is torch's own, option by option, and it shrinks."""
 
 from __future__ import annotations
 
@@ -175,9 +175,7 @@ def test_without_gradients_eval_mode_equals_the_fast_path_of_torch(options: dict
 @pytest.mark.parametrize("masks", [("float 2-D", "bool"), ("bool 3-D", "float")], ids=str)
 def test_masks_of_different_types_equal_torch(masks: tuple[str, str], need_weights: bool) -> None:
     dense = attention(batch_first=True)
-    inputs, keywords = arguments(
-        {"batch_first": True}, {"need_weights": need_weights}, masks, True
-    )
+    inputs, keywords = arguments({"batch_first": True}, {"need_weights": need_weights}, masks, True)
     expected = quietly(lambda: results(dense, inputs, keywords, inputs))
     assert_results_equal(results(low_rank_copy(dense), inputs, keywords, inputs), expected)
 
@@ -295,7 +293,6 @@ def test_wrong_masks_and_shapes_are_refused_as_by_torch(
 
 TOKENS, SEEN = torch.Size((3, 5)), torch.tensor([5, 4, 3])
 PADDING = torch.arange(TOKENS[1]) >= SEEN[:, None]  # (batch, length), True where padded
-Run = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def layer_options(**options: Any) -> dict[str, Any]:
@@ -335,11 +332,11 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], int]] = {
 }
 MASK_OF = {"encoder layer": "src_mask", "encoder": "mask", "transformer": "src_mask"}
 PADDING_OF = {
-    "encoder layer": "src_key_padding_mask",
-    "encoder": "src_key_padding_mask",
-    "decoder layer": "memory_key_padding_mask",
-    "decoder": "memory_key_padding_mask",
-    "transformer": "src_key_padding_mask",
+    "encoder layer": ["src_key_padding_mask"],
+    "encoder": ["src_key_padding_mask"],
+    "decoder layer": ["memory_key_padding_mask"],
+    "decoder": ["memory_key_padding_mask"],
+    "transformer": ["src_key_padding_mask", "memory_key_padding_mask"],
 }
 CAUSAL_OF = {"encoder layer": "is_causal", "encoder": "is_causal", "transformer": "src_is_causal"}
 
@@ -351,10 +348,10 @@ def transformer_calls(kind: str) -> list[dict[str, Any]]:
     float_padding = torch.zeros(TOKENS).masked_fill(PADDING, -math.inf)
     return [
         {},
-        {PADDING_OF[kind]: PADDING},
+        dict.fromkeys(PADDING_OF[kind], PADDING),
         {mask: square},
         {mask: square, causal: True},
-        {mask: square, causal: True, PADDING_OF[kind]: float_padding},
+        {mask: square, causal: True} | dict.fromkeys(PADDING_OF[kind], float_padding),
     ]
 
 
@@ -693,7 +690,9 @@ CLASSIFIER = [*(f"layer.self_attn.{part}" for part in PARTS), "layer.linear1", "
 def test_a_summary_counts_the_projections_and_nothing_twice() -> None:
     model = lod.decompose(Classifier(), skip=["head", "layer.self_attn.v"], ranks=2)
     cost = lod.summary(model, torch.randn(1, 5, E))
-    rows = {row.name: (row.params, row.macs, row.dense_params, row.dense_macs) for row in cost.layers}
+    rows = {
+        row.name: (row.params, row.macs, row.dense_params, row.dense_macs) for row in cost.layers
+    }
     for part in ("q", "k", "out_proj"):
         assert rows[f"layer.self_attn.{part}"] == (2 * 16 + 8, 5 * 32, 64 + 8, 5 * 64)
     assert rows["layer.self_attn.v"] == (72, 5 * 64, 72, 5 * 64)
@@ -722,7 +721,7 @@ def trained(model: nn.Module, **options: Any) -> lod.LoD:
 def test_training_samples_every_projection_and_shrinks_it() -> None:
     model = lod.decompose(Classifier())
     before = lod.ranks(model)
-    train = trained(model, penalty=0.02, proximal=True, threshold=1e-2)
+    train = trained(model, penalty=0.05, proximal=True, threshold=0.3)
     assert list(before)[: len(CLASSIFIER)] == CLASSIFIER
     after = lod.ranks(model)
     parts = [f"layer.self_attn.{part}" for part in PARTS]
@@ -762,8 +761,8 @@ def test_a_file_loads_into_dense_and_decomposed_models(
     inputs, keywords = arguments({"batch_first": True} | sizes, {}, (None, None), True)
     expected = results(model["attn"], inputs, keywords, inputs)
     assert_results_equal(results(loaded["attn"], inputs, keywords, inputs), expected)
-    for parameter in loaded.parameters():
-        assert parameter.untyped_storage().nbytes() == parameter.numel() * 4
+    nbytes = [(p.untyped_storage().nbytes(), p.numel() * 4) for p in loaded.parameters()]
+    assert all(stored == used for stored, used in nbytes), "parts hold the packed weight"
 
 
 def test_the_file_holds_the_factors_and_no_dense_weight(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import copy
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -52,17 +53,23 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None
 
 
 def _config_of(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return a copy of the config that says what is needed to build the model again.
-
-    A head that shares the factors of its embedding is one weight already. The config must not call
-    it tied, else transformers' `tie_weights` looks for the dense weight of the embedding.
-    """
+    """Return a copy of the config that says what is needed to build the model again."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
-    if any(isinstance(module, SharedHead) for module in model.modules()):
-        config.tie_word_embeddings = False
+    if _shares_head(model):
+        config.tie_word_embeddings = True
     return config
+
+
+def _shares_head(model: nn.Module) -> bool:
+    """Say whether a head uses the factors of its embedding; such a model needs care with ties.
+
+    It must be built tied, since further weights may be (BERT's output bias), so the file says that
+    it is. Once it is built, its config must say that it is not: else transformers' `tie_weights`
+    looks for the dense weight of the embedding. What is tied by then stays tied.
+    """
+    return any(isinstance(module, SharedHead) for module in model.modules())
 
 
 def from_pretrained(
@@ -71,10 +78,10 @@ def from_pretrained(
     ranks: Ranks | None = None,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """Return the model that `save_pretrained` wrote, in eval mode, reading only the ranks asked for.
+    """Return the model that `save_pretrained` wrote, in eval mode, like the stock function does.
 
-    Nothing is downloaded: the architecture is one of the installed transformers. `ranks` is as in
-    `maestro_lod.load`; `dtype` is that of the saved model unless given.
+    Nothing is downloaded: the architecture is one of the installed transformers. Only the `ranks`
+    asked for are read, see `maestro_lod.load`; `dtype` is that of the saved model unless given.
     """
     directory = Path(directory)
     for needed in (_CONFIG, _WEIGHTS):
@@ -87,11 +94,14 @@ def from_pretrained(
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory / _CONFIG} cannot be read ({reason}).") from error
-    model = _architecture(config, directory)._from_config(config, dtype=dtype or config.dtype)
+    kind: Any = _architecture(config, directory)  # its methods are not annotated
+    model: PreTrainedModel = kind._from_config(config, dtype=dtype or config.dtype).eval()
     load(directory / _WEIGHTS, into=model, ranks=ranks)
+    if _shares_head(model):
+        model.config.tie_word_embeddings = False
     if (directory / _GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    return model.eval()
+    return model
 
 
 def _architecture(config: PreTrainedConfig, directory: Path) -> type[PreTrainedModel]:

@@ -1,0 +1,289 @@
+"""Layers that other code takes for dense are left alone, each with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import maestro_lod as lod
+from maestro_lod.layers import LowRank
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+D = 6
+
+
+def low_rank_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, LowRank)]
+
+
+class TwoLayers(nn.Module):
+    """One layer that the code below reads in some way, and one that it only calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(D, D)
+        self.called = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(self.read(x))
+
+
+class ReadsInForward(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(F.linear(x, self.read.weight, self.read.bias))
+
+
+class ReadsInMethod(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(self._fused(x))
+
+    def _fused(self, x: Tensor) -> Tensor:
+        return x @ self.read.weight.t() + self.read.bias
+
+
+class ReadsDtype(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(self.read(x.to(self.read.weight.dtype)))
+
+
+class InheritsTheReading(ReadsInForward):
+    """The code that reads is in a base class."""
+
+    extra = 1
+
+
+class OverridesTheReading(ReadsInForward):
+    """The code that reads is never run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(self.read(x))
+
+
+class ReadsInProperty(TwoLayers):
+    @property
+    def table(self) -> Tensor:
+        return self.read.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(F.linear(x, self.table, self.read.bias))
+
+
+class ReadsOnlyToSetUp(TwoLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.xavier_uniform_(self.read.weight)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.read.weight)
+
+    def _init_weights(self) -> None:
+        nn.init.zeros_(self.read.weight)
+
+    def tie_weights(self) -> None:
+        self.called.weight = self.read.weight
+
+
+READERS: dict[str, tuple[type[TwoLayers], bool]] = {
+    "forward": (ReadsInForward, True),
+    "another method": (ReadsInMethod, True),
+    "its dtype": (ReadsDtype, True),
+    "inherited forward": (InheritsTheReading, True),
+    "overridden forward": (OverridesTheReading, False),
+    "property": (ReadsInProperty, True),
+    "initialization": (ReadsOnlyToSetUp, False),
+    "nobody": (TwoLayers, False),
+}
+
+
+@pytest.mark.parametrize(("make", "left"), READERS.values(), ids=READERS.keys())
+def test_a_layer_whose_weight_other_code_reads_is_left_alone(
+    make: type[TwoLayers], left: bool
+) -> None:
+    model, x = make(), torch.randn(3, D)
+    expected = model(x)
+    reasons = lod.survey(model).left_alone
+    lod.decompose(model)
+    assert low_rank_names(model) == (["called"] if left else ["read", "called"])
+    assert list(reasons) == (["read"] if left else [])
+    if left:
+        assert "reads its weight" in reasons["read"]
+        owner = next(c for c in make.__mro__ if {"forward", "table"} & vars(c).keys())
+        assert make.__name__ in reasons["read"] or owner.__name__ in reasons["read"]
+    torch.testing.assert_close(model(x), expected, **CLOSE)
+
+
+def test_only_the_layer_that_is_read_is_left_alone_among_nested_ones() -> None:
+    model = nn.Sequential(ReadsInForward(), TwoLayers())
+    lod.decompose(model)
+    assert low_rank_names(model) == ["0.called", "1.read", "1.called"]
+
+
+def test_a_layer_that_is_read_under_one_of_its_names_is_left_alone_under_all() -> None:
+    model = nn.ModuleDict({"reader": ReadsInForward()})
+    model["alias"] = model["reader"].read
+    lod.decompose(model)
+    assert model["alias"] is model["reader"].read
+    assert low_rank_names(model) == ["reader.called"]
+
+
+class ReadsRecurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(D, D)
+        self.fc = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.rnn(x)[0]) + self.rnn.weight_hh_l0.square().mean()
+
+
+class ReadsAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(D, 2)
+        self.fc = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = F.linear(x, self.attn.in_proj_weight[:D], self.attn.in_proj_bias[:D])
+        return self.fc(q)
+
+
+class ReadsOutput(ReadsAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.attn(x, x, x)
+        return self.fc(x) + self.attn.out_proj.weight.norm()
+
+
+@pytest.mark.parametrize("make", [ReadsRecurrent, ReadsAttention, ReadsOutput])
+def test_layers_with_several_weights_that_are_read_are_left_alone(
+    make: Callable[[], nn.Module],
+) -> None:
+    model, x = make(), torch.randn(4, 2, D)
+    expected = model(x)
+    lod.decompose(model)
+    torch.testing.assert_close(model(x), expected, **CLOSE)
+    assert low_rank_names(model) == ["fc"]
+    (reason,) = lod.survey(model).left_alone.values()
+    assert f"{make.__name__} reads its weight" in reason
+
+
+# -- adapters ----------------------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    """A wrapper that adds a trained part to a frozen layer, and can merge it into the layer."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 3, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(3, base_layer.out_features, bias=False)})
+
+    def delta(self) -> Tensor:
+        return self.lora_B["default"].weight @ self.lora_A["default"].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class DirectAdapter(Adapter):
+    def merge(self) -> None:
+        self.base_layer.weight.data += self.delta()
+
+
+class IndirectAdapter(Adapter):
+    """Like PEFT's: it reaches its layer through a method."""
+
+    def get_base_layer(self) -> nn.Module:
+        return self.base_layer
+
+    @property
+    def weight(self) -> Tensor:
+        return self.get_base_layer().weight
+
+    def merge(self) -> None:
+        base_layer = self.get_base_layer()
+        base_layer.weight.data += self.delta()
+
+
+@pytest.mark.parametrize("make", [DirectAdapter, IndirectAdapter])
+def test_layers_wrapped_by_an_adapter_are_left_alone(make: type[Adapter]) -> None:
+    model = nn.ModuleDict({"wrapped": make(nn.Linear(12, 12)), "free": nn.Linear(12, 12)})
+    reasons = lod.survey(model).left_alone
+    assert make.__name__ in reasons["wrapped.base_layer"]
+    lod.decompose(model)
+    assert type(model["wrapped"].base_layer) is nn.Linear
+    assert "free" in low_rank_names(model)
+    x = torch.randn(3, 12)
+    expected = model["wrapped"](x)
+    model["wrapped"].merge()  # would be lost on a weight that is composed anew at each reading
+    torch.testing.assert_close(model["wrapped"].base_layer(x), expected, **CLOSE)
+
+
+# -- lazy layers and subclasses ----------------------------------------------------------------
+
+LAZY: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.LazyLinear(D),
+    "conv": lambda: nn.LazyConv1d(D, 3),
+    "transposed conv": lambda: nn.LazyConvTranspose2d(D, 3),
+}
+
+
+@pytest.mark.parametrize("make", LAZY.values(), ids=LAZY.keys())
+def test_lazy_layers_are_left_alone_until_their_shape_is_known(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = nn.ModuleDict({"lazy": make(), "plain": nn.Linear(D, D)})
+    reason = "lazy: its shape is not known before the first forward"
+    assert lod.survey(model).left_alone == {"lazy": reason}
+    lod.decompose(model)
+    assert low_rank_names(model) == ["plain"]
+    model["lazy"](torch.randn(2, D, 5, 5) if "Transpose" in str(model) else torch.randn(2, D, D))
+    lod.decompose(model)
+    assert low_rank_names(model) == ["lazy", "plain"]
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class OwnEmbedding(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return 2 * super().forward(ids)
+
+
+class OwnConv(nn.Conv1d):
+    pass
+
+
+class OwnGRU(nn.GRU):
+    pass
+
+
+class OwnAttention(nn.MultiheadAttention):
+    pass
+
+
+SUBCLASSES: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: OwnLinear(D, D),
+    "Embedding": lambda: OwnEmbedding(D, D),
+    "Conv1d": lambda: OwnConv(D, D, 3),
+    "GRU": lambda: OwnGRU(D, D),
+    "MultiheadAttention": lambda: OwnAttention(D, 2),
+}
+
+
+@pytest.mark.parametrize(("base", "make"), SUBCLASSES.items(), ids=SUBCLASSES.keys())
+def test_subclasses_are_left_alone_because_their_forward_may_differ(
+    base: str, make: Callable[[], nn.Module]
+) -> None:
+    model = nn.ModuleDict({"own": make(), "plain": nn.Linear(D, D)})
+    own = model["own"]
+    assert lod.survey(model).left_alone["own"] == f"a subclass of {base}, whose forward may differ"
+    lod.decompose(model)
+    assert model["own"] is own and low_rank_names(model) == ["plain"]
+    assert not [m for m in own.modules() if isinstance(m, LowRank)]
