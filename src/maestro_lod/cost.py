@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -205,8 +206,11 @@ def _counted_macs(twin: nn.Module, call: Call) -> DenseMacs:
     for name, module in twin.named_modules():
         if any(p is not None and p.ndim > 1 for p in module._parameters.values()):
             watch(name, module)
-    with torch.no_grad(), _no_attention_fast_path(), counter:
-        twin(*call.args, **call.kwargs)
+    # fake tensors tell a model not to look at values, which transformers would do for its masks
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    args, kwargs = tree_map_only(Tensor, fake.from_tensor, (call.args, call.kwargs))
+    with torch.no_grad(), _no_attention_fast_path(), fake, counter:
+        twin(*args, **kwargs)
     return DenseMacs(_macs_so_far(counter)[0] + sum(batched), layers, positions)
 
 

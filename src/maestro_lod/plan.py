@@ -263,9 +263,8 @@ class _Obstacles:
                     where = f"{name}.{key}".lstrip(".")
                     self._holders |= {id(m): where for m in _modules_in(value)}
             read = weights_read_by(type(module))  # type: ignore[arg-type]
-            for key, child in module._modules.items():
-                if child is not None and key in read:
-                    self._readers[id(child)] = type(module).__name__
+            for path in read:
+                self._readers[id(_descendant(module, path))] = type(module).__name__
 
     def to(self, module: nn.Module) -> str | None:
         """Return why a module cannot be decomposed, '' if it can, None if there is nothing to."""
@@ -361,6 +360,13 @@ def _modules_in(value: Any) -> Iterator[nn.Module]:
             yield from _modules_in(item)
 
 
+def _descendant(module: nn.Module, path: str) -> nn.Module | None:
+    found: nn.Module | None = module
+    for key in path.split("."):
+        found = None if found is None else found._modules.get(key)
+    return found
+
+
 def _weight_names(module: nn.Module) -> list[str]:
     """Return the names of the weights that a closed layer must own as parameters."""
     if isinstance(module, nn.MultiheadAttention):
@@ -375,21 +381,27 @@ def _memory(parameter: torch.Tensor) -> int:
     return id(parameter) if parameter.is_meta else parameter.data_ptr()
 
 
+_NO_FORWARD = re.compile("init|reset|resize|tie|load|save|prune")
+
+
 @lru_cache(maxsize=1024)
 def weights_read_by(kind: type) -> frozenset[str]:
-    """Return the children whose `.weight` a class reads in its code, outside of initialization.
+    """Return the submodules whose `.weight` a class reads in its code, outside of initialization.
 
     Such code takes a dense weight for granted: a fused kernel, or a check of its dtype. torch's own
     transformer layers do so in a fast path that is switched off instead.
     """
-    if kind.__module__.startswith("torch.nn."):
-        return frozenset()
     found: set[str] = set()
-    for name, method in vars(kind).items():
-        if inspect.isfunction(method) and not re.search("init|reset|tie|load|save|prune", name):
-            try:
-                source = inspect.getsource(method)
-            except (OSError, TypeError):  # written interactively, or without source
-                continue
-            found |= set(re.findall(r"\bself\.(\w+)\.weight\b", source))
+    for name, method in inspect.getmembers(kind, inspect.isfunction):  # inherited ones too
+        if not method.__module__.startswith("torch.nn.") and not _NO_FORWARD.search(name):
+            found |= _weights_read_in(method)
     return frozenset(found)
+
+
+@lru_cache(maxsize=8192)
+def _weights_read_in(method: Callable[..., Any]) -> frozenset[str]:
+    try:
+        source = inspect.getsource(method)
+    except (OSError, TypeError):  # written interactively, or without source
+        return frozenset()
+    return frozenset(re.findall(r"\bself\.([\w.]+)\.weight\b", source))

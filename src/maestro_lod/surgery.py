@@ -161,6 +161,9 @@ def extract(model: nn.Module, ranks: Ranks | None = None) -> nn.Module:
         layer = layers[name]
         plain = memo[id(layer)] = layer.plain(rank)
         last = plain[-1] if isinstance(plain, nn.Sequential) else plain
+        if last is not plain:
+            for key in layer.options:
+                setattr(plain, key, getattr(layer, key))
         if layer.bias is not None:  # a bias that layers share stays shared
             last.bias = memo.setdefault(id(layer.bias), last.bias)
     for module in model.modules():
@@ -180,7 +183,10 @@ def copy_without_hooks(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for value in vars(module).values():  # a weight that such a hook computed
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach().clone())
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():  # transformers notes that its hooks are there; now they are not
+        vars(module).pop("_output_capturing_hooks_installed", None)
+    return copied
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:

@@ -1,8 +1,9 @@
 """Directories as Hugging Face has them, for low-rank models.
 
 `lod.decompose` works on a transformers model as on any other; only saving and loading need help.
-The stock `from_pretrained` builds the dense model, does not find its weights in the file, and
-leaves those layers randomly initialized: it prints a report, but raises nothing.
+The stock `from_pretrained` builds the dense model; given factors, it would leave those layers
+randomly initialized, print a report and raise nothing. Our file therefore has a name of its own, at
+which the stock loader stops with an error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from maestro_lod.errors import CheckpointError, LayerError
 from maestro_lod.layers import SharedHead
 from maestro_lod.layers.ranks import Ranks, require_low_rank
 
-_WEIGHTS, _CONFIG, _GENERATION = "model.safetensors", "config.json", "generation_config.json"
+# Not "model.safetensors": the stock loader would take it and initialize low-rank layers randomly.
+_WEIGHTS, _CONFIG, _GENERATION = "lod.safetensors", "config.json", "generation_config.json"
 
 
 def save_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None:

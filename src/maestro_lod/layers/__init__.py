@@ -22,7 +22,10 @@ LOW_RANK_TYPE: dict[type[nn.Module], type[LowRank]] = {
 }
 """The one dispatch table, looked up by exact type: a subclass may have a forward of its own."""
 
-_FOREIGN = {"transformers.pytorch_utils.Conv1D": LowRankTransposedLinear}
+_FOREIGN: dict[str, type[LowRank]] = {
+    "transformers.pytorch_utils.Conv1D": LowRankTransposedLinear,
+    "transformers.models.falcon.modeling_falcon.FalconLinear": LowRankLinear,
+}
 """The same for types of packages that are not imported here, by their full name."""
 
 OPENED_TYPE: dict[type[nn.Module], type[Attention] | type[Recurrent]] = {

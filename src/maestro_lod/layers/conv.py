@@ -33,6 +33,11 @@ _CONV_TRANSPOSE_TYPE: dict[int, type[_ConvTransposeNd]] = {
 class _AnyConv(LowRank):
     """What plain and transposed convolutions share: the options of torch's own layers."""
 
+    options = (
+        "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups",
+        "padding_mode", "output_padding",
+    )  # fmt: skip
+
     def _take_options(self, dense: _ConvNd) -> Self:
         self.in_channels, self.out_channels = dense.in_channels, dense.out_channels
         self.kernel_size, self.stride = dense.kernel_size, dense.stride

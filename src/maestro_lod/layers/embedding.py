@@ -18,6 +18,7 @@ class LowRankEmbedding(LowRank):
     """Looks up a row of u (num_embeddings, r) and multiplies it by v (r, embedding_dim)."""
 
     kind = "Embedding"
+    options = ("num_embeddings", "embedding_dim", "padding_idx")
     padding_idx: int | None
 
     @classmethod

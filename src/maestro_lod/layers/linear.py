@@ -18,6 +18,7 @@ class LowRankLinear(LowRank):
     """y = u·(v·x) + bias, at the active rank."""
 
     kind = "Linear"
+    options = ("in_features", "out_features")
 
     @classmethod
     def like(cls, dense: nn.Module, rank: int | None = None) -> Self:

@@ -50,6 +50,8 @@ class LowRank(nn.Module):
     """A layer whose weight is the product of `u` (out, rank, ...) and `v` (rank, in, ...)."""
 
     kind: ClassVar[str]
+    options: ClassVar[tuple[str, ...]]
+    """What the dense layer's attributes say beside its weight; code of a model may read them."""
     u: nn.Parameter
     v: nn.Parameter
     bias: nn.Parameter | None
