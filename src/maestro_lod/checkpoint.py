@@ -32,6 +32,8 @@ from maestro_lod.surgery import (
     copy_on_meta,
     hand_over,
     hand_over_hooks,
+    hand_over_opened,
+    own_memory,
     replace_modules,
     switch_off_fast_paths,
 )
@@ -196,7 +198,8 @@ def _restructured(model: nn.Module, wanted: _Structure, path: Path) -> nn.Module
     for name, module in model.named_modules():
         if name in wanted.opened and type(module) in OPENED_TYPE:
             new[id(module)] = OPENED_TYPE[type(module)](module)
-            hand_over_hooks(module, new[id(module)])
+            own_memory(new[id(module)], {})
+            hand_over_opened(module, new[id(module)])
     model = replace_modules(model, new)
 
     modules, new = dict(model.named_modules()), {}
@@ -219,10 +222,12 @@ def _restructured(model: nn.Module, wanted: _Structure, path: Path) -> nn.Module
     for name, module in modules.items():
         if isinstance(module, SharedHead) and name not in wanted.heads:
             new[id(module)] = module.plain(new.get(id(module.embedding), module.embedding.dense()))
+            hand_over(module, new[id(module)])
         elif name in wanted.heads and not isinstance(module, SharedHead):
             embedding: Any = modules[wanted.heads[name]]
             bias = module._parameters.get("bias")
             new[id(module)] = SharedHead(new.get(id(embedding), embedding), bias)
+            hand_over_hooks(module, new[id(module)])
     model = replace_modules(model, new)
 
     new = {}

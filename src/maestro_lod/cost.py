@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from maestro_lod.errors import LayerError, OptionError
-from maestro_lod.layers import LowRank, Recurrent, SharedHead, low_rank_type
+from maestro_lod.layers import LowRank, Matrix, Recurrent, SharedHead, low_rank_type
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import copy_on_meta, replace_modules
 from maestro_lod.table import table
@@ -203,8 +203,20 @@ def _counted_macs(twin: nn.Module, call: Call) -> DenseMacs:
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
 
+    def watch_recurrent(prefix: str, module: Recurrent) -> None:  # it does not call its weights
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            steps = module.positions_of(args[0] if args else kwargs["input"])
+            for key, part in module.named_children():
+                if isinstance(part, Matrix):
+                    name = f"{prefix}.{key}".lstrip(".")
+                    layers[name] = layers.get(name, 0) + steps * part.weight.numel()
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+
     for name, module in twin.named_modules():
-        if any(p is not None and p.ndim > 1 for p in module._parameters.values()):
+        if isinstance(module, Recurrent):
+            watch_recurrent(name, module)
+        elif any(p is not None and p.ndim > 1 for p in module._parameters.values()):
             watch(name, module)
     # fake tensors tell a model not to look at values, which transformers would do for its masks
     fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -125,6 +125,7 @@ class Plan:
         if tied not in ("keep", "share"):
             raise OptionError(f"tied={tied!r} is not known. Choose 'keep' or 'share'.")
         self.rows, self.dense, self.opened, self.heads = {}, {}, {}, {}
+        self._linear: dict[str, nn.Module] = {}  # the heads themselves
         self._obstacles = _Obstacles(model)
         done: set[int] = set()  # inside layers that were dealt with as a whole
         for name, module in model.named_modules():
@@ -183,11 +184,11 @@ class Plan:
 
     def _share_tied(self) -> None:
         """Plan one factor pair for each embedding that is tied to exactly one linear head."""
-        for name, embedding, head in self._obstacles.tied_heads():
-            reason = self._obstacles.to_saving(embedding)
+        for (name, embedding), (head, linear) in self._obstacles.tied_heads():
+            reason = self._obstacles.to_sharing(embedding, linear)
             self._add(name, embedding, reason)
             if not reason:
-                self.heads[head] = name
+                self.heads[head], self._linear[head] = name, linear
                 why = f"shares the factors of {name}"
                 self.rows[head] = replace(self.rows[head], left_alone=why)
 
@@ -198,7 +199,8 @@ class Plan:
         option = "only" if keep else "skip"
         found: dict[str, str] = {}
         if callable(where):
-            found = {name: "" for name, module in self.dense.items() if where(name, module)}
+            layers = self.dense | self._linear
+            found = {name: "" for name, module in layers.items() if where(name, module)}
         else:
             several = isinstance(where, Iterable) and not isinstance(where, str)
             for pattern in where if several else [where]:
@@ -215,6 +217,8 @@ class Plan:
                         f"{listed(self.dense)}."
                     )
                 found |= dict.fromkeys(hits, f" ({pattern})")
+        if not keep:  # who skips a head skips its embedding, which could not stay tied
+            found |= {emb: found[head] for head, emb in self.heads.items() if head in found}
         for name in self.wanted():
             if (name in found) is not keep:
                 reason = "not among only" if keep else f"skipped as asked{found[name]}"
@@ -254,6 +258,7 @@ class _Obstacles:
         self._owners: dict[int, list[tuple[str, str, nn.Module]]] = defaultdict(list)
         self._holders: dict[int, str] = {}  # module -> the plain container that also holds it
         self._readers: dict[int, str] = {}  # module -> the class whose code reads its weight
+        self._wrappers: dict[int, str] = {}  # module -> the class of the adapter around it
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None and not is_lazy(parameter) and parameter.numel():
@@ -262,6 +267,9 @@ class _Obstacles:
                 if key != "_modules":
                     where = f"{name}.{key}".lstrip(".")
                     self._holders |= {id(m): where for m in _modules_in(value)}
+            if "base_layer" in module._modules:  # as PEFT and others call what they adapt
+                inner = (m for child in module.children() for m in child.modules())
+                self._wrappers |= {id(m): type(module).__name__ for m in inner}
             read = weights_read_by(type(module))  # type: ignore[arg-type]
             for path in read:
                 self._readers[id(_descendant(module, path))] = type(module).__name__
@@ -285,6 +293,19 @@ class _Obstacles:
         return f"{type(module).__name__} is not a supported kind"
 
     def _to_layer(self, module: nn.Module) -> str:
+        if reason := self._to_weight(module):
+            return reason
+        tied = self._to_owner(module._parameters["weight"])  # type: ignore[arg-type]
+        return tied or self._to_replacing(module) or self.to_saving(module)
+
+    def to_sharing(self, embedding: nn.Module, head: nn.Module) -> str:
+        """Return why a tied embedding and head cannot be one factor pair, '' if they can."""
+        for module in (embedding, head):
+            if reason := self._to_weight(module) or self._to_replacing(module):
+                return reason
+        return self.to_saving(embedding)
+
+    def _to_weight(self, module: nn.Module) -> str:
         weight = module._parameters.get("weight")
         if weight is None:
             return "its weight is computed by a hook (weight norm, spectral norm, pruning)"
@@ -294,7 +315,7 @@ class _Obstacles:
             for option in ("max_norm", "scale_grad_by_freq", "sparse"):
                 if value := getattr(module, option):
                     return f"{option}={value} acts on rows of a dense weight"
-        return self._to_parameter(weight) or self._to_replacing(module) or self.to_saving(module)
+        return self._to_parameter(weight)
 
     def to_opening(self, module: nn.Module) -> str:
         """Return why a layer with several weights must stay closed, '' if nothing says so."""
@@ -305,7 +326,7 @@ class _Obstacles:
         if missing or parametrize.is_parametrized(module):
             return "its weights are computed (weight norm, spectral norm, pruning, parametrized)"
         for parameter in module.parameters():
-            if reason := self._to_parameter(parameter):
+            if reason := self._to_parameter(parameter) or self._to_owner(parameter):
                 return reason
         return self._to_replacing(module)
 
@@ -314,6 +335,9 @@ class _Obstacles:
             return f"its weight is a {type(weight).__name__} of {weight.dtype}"
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             return "its weight carries tensor hooks, which its factors could not honour"
+        return ""
+
+    def _to_owner(self, weight: nn.Parameter) -> str:
         owners = self._owners[_memory(weight)] if weight.numel() else []
         if len(owners) > 1:
             names = (f"{name}.{key}".lstrip(".") for name, key, _ in owners)
@@ -325,6 +349,8 @@ class _Obstacles:
             return "its forward was replaced on the instance"
         if id(module) in self._holders:
             return f"it is also held by the plain container {self._holders[id(module)]}"
+        if id(module) in self._wrappers:
+            return f"it is wrapped by {self._wrappers[id(module)]}, which may change its weight"
         if id(module) in self._readers:
             return f"the code of {self._readers[id(module)]} reads its weight"
         return ""
@@ -340,14 +366,17 @@ class _Obstacles:
             return f"no rank saves anything ({m}×{n}{per_group})"
         return ""
 
-    def tied_heads(self) -> list[tuple[str, nn.Module, str]]:
-        """Return the embeddings (name, module) tied to exactly one linear head, with its name."""
-        pairs: list[tuple[str, nn.Module, str]] = []
+    def tied_heads(self) -> list[tuple[tuple[str, nn.Embedding], tuple[str, nn.Linear]]]:
+        """Return each embedding that is tied to exactly one linear head with it, by name."""
+        pairs = []
         for owners in self._owners.values():
-            tables = [(name, module) for name, _, module in owners if type(module) is nn.Embedding]
-            heads = [name for name, _, module in owners if type(module) is nn.Linear]
+            tables = [(name, m) for name, _, m in owners if type(m) is nn.Embedding]
+            heads = [(name, m) for name, _, m in owners if type(m) is nn.Linear]
             if len(owners) == 2 and len(tables) == len(heads) == 1:
-                pairs.append((*tables[0], heads[0]))
+                table, head = tables[0][1].weight, heads[0][1].weight
+                # not, say, a transposed view, or some rows
+                if table.shape == head.shape and table.stride() == head.stride():
+                    pairs.append((tables[0], heads[0]))
         return pairs
 
 
@@ -382,18 +411,30 @@ def _memory(parameter: torch.Tensor) -> int:
 
 
 _NO_FORWARD = re.compile("init|reset|resize|tie|load|save|prune")
+"""Names of methods that may well read weights: they do not run while the model computes."""
+
+_READ = re.compile(
+    r"\bself\.(\w+(?:\.\w+)*?)\."
+    r"(?:weight\b|weight_[ih]\w+|all_weights\b|in_proj_\w+|[qkv]_proj_weight\b|out_proj\.weight\b)"
+)
+"""How code reads the weights of a submodule: of a plain layer, a recurrent one, attention."""
 
 
 @lru_cache(maxsize=1024)
 def weights_read_by(kind: type) -> frozenset[str]:
-    """Return the submodules whose `.weight` a class reads in its code, outside of initialization.
+    """Return the submodules whose weights a class reads in its code, outside of initialization.
 
     Such code takes a dense weight for granted: a fused kernel, or a check of its dtype. torch's own
     transformer layers do so in a fast path that is switched off instead.
     """
+    members: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):  # the last definition is the one that runs
+        if not base.__module__.startswith("torch.nn."):
+            members |= vars(base)
     found: set[str] = set()
-    for name, method in inspect.getmembers(kind, inspect.isfunction):  # inherited ones too
-        if not method.__module__.startswith("torch.nn.") and not _NO_FORWARD.search(name):
+    for name, member in members.items():
+        method = member.fget if isinstance(member, property) else member
+        if inspect.isfunction(method) and not _NO_FORWARD.search(name):
             found |= _weights_read_in(method)
     return frozenset(found)
 
@@ -404,4 +445,4 @@ def _weights_read_in(method: Callable[..., Any]) -> frozenset[str]:
         source = inspect.getsource(method)
     except (OSError, TypeError):  # written interactively, or without source
         return frozenset()
-    return frozenset(re.findall(r"\bself\.([\w.]+)\.weight\b", source))
+    return frozenset(_READ.findall(source))

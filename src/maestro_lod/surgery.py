@@ -80,8 +80,8 @@ def decompose(
             hand_over(module, new[id(module)])
     for name, opened in plan.opened.items():
         if any(id(part) in new for part in opened.children()):
-            _own_memory(opened, new)
-            hand_over_hooks(modules[name], replace_modules(opened, new))
+            own_memory(opened, new)
+            hand_over_opened(modules[name], replace_modules(opened, new))
             new[id(modules[name])] = opened
     for head, embedding in plan.heads.items():
         factors, old = new[id(modules[embedding])], modules[head]
@@ -93,7 +93,7 @@ def decompose(
     return model
 
 
-def _own_memory(opened: nn.Module, new: Mapping[int, nn.Module]) -> None:
+def own_memory(opened: nn.Module, new: Mapping[int, nn.Module]) -> None:
     """Give the parts that stay dense memory of their own: they are views of a packed weight."""
     for part in opened.children():
         for key, parameter in part._parameters.items():
@@ -124,14 +124,18 @@ def fuse(model: nn.Module, *, by: Literal["params", "macs"] = "params") -> nn.Mo
     if by not in ("params", "macs"):
         raise OptionError(f"by={by!r} is not known. Choose 'params' or 'macs'.")
     new: dict[int, nn.Module] = {}
+    shared = {id(m.embedding) for m in model.modules() if isinstance(m, SharedHead)}
     for layer in require_low_rank(model).values():
-        if layer.dense_is_cheaper(by=by):
+        cheaper = layer.dense_is_cheaper(by=by)
+        if by == "macs" and id(layer) in shared:  # the head has to be paid for too
+            cheaper = layer.dense_weights < layer.macs(1) + layer.weights()
+        if cheaper:
             new[id(layer)] = layer.dense()
             hand_over(layer, new[id(layer)])
     for module in model.modules():
         if isinstance(module, SharedHead) and id(module.embedding) in new:
             new[id(module)] = module.plain(new[id(module.embedding)])
-            hand_over_hooks(module, new[id(module)])
+            hand_over(module, new[id(module)])
         elif (closed := _closed(module, new)) is not None:
             new[id(module)] = closed
             hand_over_hooks(module, closed)
@@ -168,7 +172,10 @@ def extract(model: nn.Module, ranks: Ranks | None = None) -> nn.Module:
             last.bias = memo.setdefault(id(layer.bias), last.bias)
     for module in model.modules():
         if isinstance(module, SharedHead):
-            memo[id(module)] = module.plain(memo[id(module.embedding)])
+            plain = memo[id(module)] = module.plain(memo[id(module.embedding)])
+            last = plain[-1] if isinstance(plain, nn.Sequential) else plain
+            if module.bias is not None:
+                last.bias = memo.setdefault(id(module.bias), last.bias)
         elif (closed := _closed(module, memo)) is not None:
             memo[id(module)] = closed
     return copy_without_hooks(model, memo)
@@ -224,6 +231,14 @@ def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
     """Give the forward and backward hooks of a module to its replacement."""
     for attribute in _HOOKS + _HOOK_FLAGS:
         setattr(new, attribute, getattr(old, attribute))
+
+
+def hand_over_opened(old: nn.Module, new: nn.Module) -> None:
+    """Give the hooks of an opened layer, and what a user put on it, to its replacement."""
+    hand_over_hooks(old, new)
+    for key, value in vars(old).items():
+        if not key.startswith("_") and not hasattr(new, key):
+            setattr(new, key, value)
 
 
 def _makes_weights(hook: Any) -> bool:

@@ -53,10 +53,10 @@ class LowRankEmbedding(LowRank):
     def embedding_dim(self) -> int:
         return self.v.shape[1]
 
-    def forward(self, x: Tensor) -> Tensor:
-        self._note_positions(x)
+    def forward(self, input: Tensor) -> Tensor:
+        self._note_positions(input)
         u, v = self._active_factors()
-        return F.embedding(x, u, self.padding_idx) @ v  # (..., r), then (..., embedding_dim)
+        return F.embedding(input, u, self.padding_idx) @ v  # (..., r), then (..., embedding_dim)
 
     def positions_of(self, x: Tensor) -> int:
         return x.numel()
@@ -107,27 +107,30 @@ class LowRankEmbedding(LowRank):
 class SharedHead(nn.Module):
     """A linear output head that uses the factors of a low-rank embedding: logits = u·(v·x) + bias.
 
-    The embedding is a child of this module too, as a tied module is: it is met once, under the
-    name it has in the model, and so are its parameters.
+    The embedding is no child of this module, so that it has one name, the one in the model, also
+    where the head comes first.
     """
 
-    embedding: LowRankEmbedding
     bias: nn.Parameter | None
 
     def __init__(self, embedding: LowRankEmbedding, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.embedding = embedding
+        self._embedding = (embedding,)  # in a tuple, where torch does not look for children
         self.register_parameter("bias", bias)
         self.train(embedding.training)
+
+    @property
+    def embedding(self) -> LowRankEmbedding:
+        return self._embedding[0]
 
     @property
     def weight(self) -> Tensor:
         """The dense weight, for code that expects a linear layer."""
         return self.embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         u, v = self.embedding._active_factors()
-        return F.linear(F.linear(x, v), u, self.bias)  # (..., r), then (..., num_embeddings)
+        return F.linear(F.linear(input, v), u, self.bias)  # (..., r), then (..., num_embeddings)
 
     @property
     def rank(self) -> int:

@@ -268,12 +268,12 @@ class LowRank(nn.Module):
             self.__dict__["positions"] = positions
         return positions
 
-    def forward(self, x: Tensor) -> Tensor:
-        positions = self._note_positions(x)
+    def forward(self, input: Tensor) -> Tensor:
+        positions = self._note_positions(input)
         u, v = self._active_factors()
         if composing_pays(positions, *self.matrix_shape, v.shape[0]):
-            return self._apply_weight(x, self._compose(u, v))
-        return self._apply_factors(x, u, v)
+            return self._apply_weight(input, self._compose(u, v))
+        return self._apply_factors(input, u, v)
 
     # -- ranks that change shape ---------------------------------------------------------------
 

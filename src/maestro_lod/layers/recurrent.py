@@ -96,16 +96,23 @@ class Recurrent(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             engine = self.__dict__.get("_engine")
-            if engine is None or name.startswith("_"):
-                raise
+            if engine is None or name.startswith("_") or name == "all_weights":
+                raise  # what has no memory must not be seen
             return getattr(engine[0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Pass on what users set between calls."""
+        if name in ("batch_first", "dropout"):
+            setattr(self._engine[0], name, value)
+        else:
+            super().__setattr__(name, value)
 
     def positions_of(self, x: Tensor | PackedSequence) -> int:
         """Count the steps of all sequences: each weight is applied at each of them."""
         return x.data.numel() // x.data.shape[-1]
 
-    def forward(self, x: Tensor | PackedSequence, hx: Any = None) -> Any:
-        positions = self.positions_of(x)
+    def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> Any:
+        positions = self.positions_of(input)
         values: dict[str, Tensor] = dict(self._parameters.items())  # type: ignore[arg-type]
         for name, matrix in self._modules.items():
             assert matrix is not None
@@ -113,7 +120,7 @@ class Recurrent(nn.Module):
             if isinstance(matrix, LowRank):
                 matrix.positions = positions
         engine = self._engine[0].train(self.training)
-        return torch.func.functional_call(engine, values, (x, hx))
+        return torch.func.functional_call(engine, values, (input, hx))
 
     def closed(self, parts: Mapping[str, nn.Module]) -> nn.RNNBase | None:
         """Return torch's own layer over these weights, None unless all are dense."""
