@@ -191,7 +191,7 @@ def main() -> None:
     text = read_text(options.data, options.lines)
     good = True
     if options.only != "transformer":
-        good &= compare("LSTM", lambda: CharLSTM(text.vocabulary), text, options.steps, 300)
+        good &= compare("LSTM", lambda: CharLSTM(text.vocabulary), text, options.steps, 200)
     if options.only != "lstm":
         good &= compare(
             "Transformer", lambda: CharTransformer(text.vocabulary), text, options.steps, 400

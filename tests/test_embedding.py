@@ -621,3 +621,10 @@ def test_a_state_dict_goes_into_a_model_of_other_ranks() -> None:
     other.load_state_dict(model.state_dict())
     assert other.embedding.rank == 2 and other.head.embedding is other.embedding
     torch.testing.assert_close(other(x), model(x), rtol=0, atol=0)
+
+
+def test_a_head_without_its_embedding_is_not_extracted() -> None:
+    model = shared()
+    part = nn.Sequential(model.inner, model.head)
+    with pytest.raises(LayerError, match="Extract the model that holds both"):
+        lod.extract(part)

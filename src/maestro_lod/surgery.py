@@ -154,10 +154,11 @@ def extract(model: nn.Module, ranks: Ranks | None = None) -> nn.Module:
 
     A layer becomes one dense layer where that is cheaper (see `fuse`), else a `Sequential` of two;
     a recurrent layer is always torch's own, and so is attention where all its projections are
-    dense (else it is `maestro_lod.layers.Attention`, whose file needs torch alone). Layers that
-    `ranks` does not name keep their stored rank; rank 0 becomes one rank of zeros, since no plain
-    layer has none. Hooks are left out, except those by which torch computes weights (weight norm
-    and the like). The copy runs and pickles without this library.
+    dense. Layers that `ranks` does not name keep their stored rank; rank 0 becomes one rank of
+    zeros, since no plain layer has none. Hooks are left out, except those by which torch computes
+    weights (weight norm and the like). The copy runs and pickles without this library, except
+    where attention keeps low-rank projections: it is then `maestro_lod.layers.Attention`, a class
+    in a file of its own that needs torch alone.
     """
     layers = require_low_rank(model)
     memo: dict[int, Any] = {}
@@ -172,6 +173,11 @@ def extract(model: nn.Module, ranks: Ranks | None = None) -> nn.Module:
             last.bias = memo.setdefault(id(layer.bias), last.bias)
     for module in model.modules():
         if isinstance(module, SharedHead):
+            if id(module.embedding) not in memo:
+                raise LayerError(
+                    "an output head here shares the factors of an embedding that is not part of "
+                    f"this {type(model).__name__}. Extract the model that holds both."
+                )
             plain = memo[id(module)] = module.plain(memo[id(module.embedding)])
             last = plain[-1] if isinstance(plain, nn.Sequential) else plain
             if module.bias is not None:
