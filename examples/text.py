@@ -194,7 +194,7 @@ def main() -> None:
         good &= compare("LSTM", lambda: CharLSTM(text.vocabulary), text, options.steps, 200)
     if options.only != "lstm":
         good &= compare(
-            "Transformer", lambda: CharTransformer(text.vocabulary), text, options.steps, 400
+            "Transformer", lambda: CharTransformer(text.vocabulary), text, options.steps, 215
         )
     sys.exit(0 if good else 1)
 

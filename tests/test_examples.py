@@ -12,6 +12,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DATA = Path(os.environ.get("LOD_DATA", ROOT.parent / "shared" / "data"))
 
+REDUCED = {
+    "lstm": ("--lines", "800", "--steps", "800"),
+    "transformer": ("--lines", "250", "--steps", "640"),
+}
+
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -32,12 +37,6 @@ def test_models_of_text_end_smaller_at_nearly_the_same_loss(model: str) -> None:
     result = run("text.py", "--data", str(DATA), "--only", model, *REDUCED[model])
     assert result.returncode == 0, result.stdout + result.stderr
     assert "× the loss: ok" in result.stdout
-
-
-REDUCED = {
-    "lstm": ("--lines", "800", "--steps", "800"),
-    "transformer": ("--lines", "800", "--steps", "480"),
-}
 
 
 def test_missing_data_is_one_clear_line() -> None:
