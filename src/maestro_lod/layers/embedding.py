@@ -61,15 +61,6 @@ class LowRankEmbedding(LowRank):
     def positions_of(self, x: Tensor) -> int:
         return x.numel()
 
-    def _compose(self, u: Tensor, v: Tensor) -> Tensor:
-        return u @ v
-
-    def _to_weight(self, matrices: Tensor) -> Tensor:
-        return matrices[0]
-
-    def _to_matrices(self, weight: Tensor) -> Tensor:
-        return weight[None]
-
     # A dense look-up multiplies nothing, so only parameters can be saved.
 
     def macs(self, positions: int, rank: int | None = None) -> int:

@@ -50,15 +50,6 @@ class LowRankLinear(LowRank):
     def _apply_factors(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         return F.linear(F.linear(x, v), u, self.bias)  # (..., rank), then (..., out)
 
-    def _compose(self, u: Tensor, v: Tensor) -> Tensor:
-        return u @ v
-
-    def _to_weight(self, matrices: Tensor) -> Tensor:
-        return matrices[0]
-
-    def _to_matrices(self, weight: Tensor) -> Tensor:
-        return weight[None]
-
     def dense(self, rank: int | None = None) -> nn.Module:
         u, v = self.truncated(rank)
         has_bias = self.bias is not None

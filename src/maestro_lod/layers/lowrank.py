@@ -100,12 +100,12 @@ class LowRank(nn.Module):
         raise NotImplementedError
 
     def _to_weight(self, matrices: Tensor) -> Tensor:
-        """Give (groups, m, n) matrices the dense layer's layout."""
-        raise NotImplementedError
+        """Give (groups, m, n) matrices the dense layer's layout; here that of one matrix."""
+        return matrices[0]
 
     def _to_matrices(self, weight: Tensor) -> Tensor:
-        """Give a dense weight the layout (groups, m, n)."""
-        raise NotImplementedError
+        """Give a dense weight the layout (groups, m, n); here it is one matrix."""
+        return weight[None]
 
     def dense(self, rank: int | None = None) -> nn.Module:
         """Return a plain dense layer that computes what this one does at the rank."""
@@ -201,7 +201,9 @@ class LowRank(nn.Module):
         return left, v.reshape(r, groups, -1).transpose(0, 1)
 
     def _compose(self, u: Tensor, v: Tensor) -> Tensor:
-        """Multiply factors out to a weight in the dense layer's layout."""
+        """Multiply factors out to a weight as the layer applies it."""
+        if u.ndim == v.ndim == 2 and self.groups == 1:
+            return u @ v
         left, right = self._matrices(u, v)
         return self._to_weight(left @ right)
 

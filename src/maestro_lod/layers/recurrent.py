@@ -48,15 +48,6 @@ class LowRankMatrix(LowRank):
         )
         return layer.train(dense.training)
 
-    def _compose(self, u: Tensor, v: Tensor) -> Tensor:
-        return u @ v
-
-    def _to_weight(self, matrices: Tensor) -> Tensor:
-        return matrices[0]
-
-    def _to_matrices(self, weight: Tensor) -> Tensor:
-        return weight[None]
-
     def dense_is_cheaper(self, rank: int | None = None, *, by: str = "params") -> bool:
         return by != "params" or super().dense_is_cheaper(rank)
 
