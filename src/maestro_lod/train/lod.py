@@ -27,7 +27,7 @@ from maestro_lod.errors import (
 )
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import activated, require_low_rank
-from maestro_lod.train.penalty import layers_group_lasso, prox_layers_
+from maestro_lod.train.penalty import prox_layers_, weighted_group_lasso
 from maestro_lod.train.sampling import RankSampler
 from maestro_lod.train.shrink import cut, ranks_above, require_optimizer
 
@@ -143,7 +143,7 @@ class LoD:
         """Return λ times the group lasso, to be added to the loss; zero in proximal mode."""
         if self.proximal or self.penalty == 0.0:
             return next(iter(self._layers.values())).u.new_zeros(())
-        return self.penalty * layers_group_lasso(self._layers.values())
+        return weighted_group_lasso(self._layers.values(), self.penalty)
 
     def backward(self, forward: Callable[[], Tensor], loss: Callable[[Tensor], Tensor]) -> Tensor:
         """Do the passes of one step, gradients included, and return the summed loss.

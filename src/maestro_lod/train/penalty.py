@@ -82,7 +82,8 @@ def _scaled(factors: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
     ):
         behind = factor.ndim - 2 + i % 2  # dimensions behind the ranks
         multiplier = scale.view(-1, *[1] * behind) if behind else scale
-        multipliers.append(multiplier.to(factor.device))
+        same = multiplier.device == factor.device
+        multipliers.append(multiplier if same else multiplier.to(factor.device))
     return list(torch._foreach_mul(list(factors), multipliers))
 
 
@@ -92,22 +93,22 @@ def _factors(layers: Iterable[LowRank]) -> list[Tensor]:
 
 class _GroupLasso(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *factors: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: float, *factors: Tensor) -> Tensor:
         tails = tail_norms(factors)
+        ctx.weight = weight
         ctx.save_for_backward(tails, *factors)
-        return tails.sum()
+        return tails.sum().mul_(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tails, *factors = ctx.saved_tensors
         # Rank j is in the groups b ≤ j, and d‖F_b:‖/dF_j = F_j/‖F_b:‖; a zero tail counts as zero.
-        scales = torch.where(tails > 0, tails.reciprocal(), 0.0).cumsum(1).mul_(grad)
-        return tuple(
-            scaled.to(factor.dtype) if needed else None
-            for factor, scaled, needed in zip(
-                factors, _scaled(factors, scales), ctx.needs_input_grad, strict=True
-            )
+        scales = torch.where(tails > 0, tails.reciprocal(), 0.0).cumsum(1).mul_(ctx.weight * grad)
+        needed = ctx.needs_input_grad[1:]
+        return None, *(
+            scaled.to(factor.dtype) if need else None
+            for factor, scaled, need in zip(factors, _scaled(factors, scales), needed, strict=True)
         )
 
 
@@ -116,12 +117,12 @@ def group_lasso(model: nn.Module) -> Tensor:
 
     Multiply by λ and add to the loss. Zero tails give zero gradients, not NaN.
     """
-    return layers_group_lasso(require_low_rank(model).values())
+    return weighted_group_lasso(require_low_rank(model).values(), 1.0)
 
 
-def layers_group_lasso(layers: Iterable[LowRank]) -> Tensor:
-    """Return the hierarchical group lasso of some layers."""
-    penalty: Tensor = _GroupLasso.apply(*_factors(layers))  # type: ignore[no-untyped-call]
+def weighted_group_lasso(layers: Iterable[LowRank], weight: float) -> Tensor:
+    """Return the hierarchical group lasso of some layers, times a weight."""
+    penalty: Tensor = _GroupLasso.apply(weight, *_factors(layers))  # type: ignore[no-untyped-call]
     return penalty
 
 

@@ -56,14 +56,9 @@ class RankSampler:
 
     def sample(self) -> dict[str, int]:
         """Draw the active ranks of the next step."""
-        ranks = self.live_ranks()
-        if not ranks:
-            raise TrainingError(
-                "no rank is left to sample: every low-rank layer has rank 0 or is frozen. "
-                "Lower the penalty or set min_rank=1."
-            )
         if self.strategy == "pairs":
-            return self._next_pair(ranks)
+            return self._next_pair()
+        ranks = self._require_ranks()
         if self.strategy == "independent":
             return {name: self._draw(rank) + 1 for name, rank in ranks.items()}
         names = list(ranks)
@@ -77,16 +72,26 @@ class RankSampler:
             pick -= ranks[name]
         return {name: pick + 1}
 
+    def _require_ranks(self) -> dict[str, int]:
+        ranks = self.live_ranks()
+        if not ranks:
+            raise TrainingError(
+                "no rank is left to sample: every low-rank layer has rank 0 or is frozen. "
+                "Lower the penalty or set min_rank=1."
+            )
+        return ranks
+
     def _draw(self, high: int) -> int:
         return int(torch.randint(high, (), generator=self.generator))
 
-    def _next_pair(self, ranks: dict[str, int]) -> dict[str, int]:
+    def _next_pair(self) -> dict[str, int]:
         while True:
             while self._pending:
                 index, rank = self._pending.pop()
-                name = self._names[index]
-                if rank <= ranks.get(name, 0):
-                    return {name: rank}
+                layer = self._layers.get(self._names[index])
+                if layer is not None and rank <= layer.rank and layer.u.requires_grad:
+                    return {self._names[index]: rank}
+            ranks = self._require_ranks()
             self._names = list(ranks)
             pairs = [[i, b] for i, rank in enumerate(ranks.values()) for b in range(1, rank + 1)]
             order = torch.randperm(len(pairs), generator=self.generator)
