@@ -30,7 +30,7 @@ def rank_norms(factors: Sequence[Tensor]) -> Tensor:
     norms = []
     for i, factor in enumerate(factors):
         dim = 1 - i % 2  # of the ranks: u (out, r, …), v (r, …)
-        if dim and factor.numel() > 4096:
+        if dim and factor.numel() > 65536:
             # over the first dimension, torch sums large tensors faster than it takes norms
             others = [0, *range(2, factor.ndim)]
             norm = factor.to(dtype).square().sum(others).sqrt()
@@ -104,7 +104,12 @@ class _GroupLasso(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tails, *factors = ctx.saved_tensors
         # Rank j is in the groups b ≤ j, and d‖F_b:‖/dF_j = F_j/‖F_b:‖; a zero tail counts as zero.
-        scales = torch.where(tails > 0, tails.reciprocal(), 0.0).cumsum(1).mul_(ctx.weight * grad)
+        scales = (
+            tails.reciprocal()
+            .nan_to_num_(nan=math.nan, posinf=0.0)
+            .cumsum(1)
+            .mul_(ctx.weight * grad)
+        )
         needed = ctx.needs_input_grad[1:]
         return None, *(
             scaled.to(factor.dtype) if need else None
