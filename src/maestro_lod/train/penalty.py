@@ -19,6 +19,11 @@ from maestro_lod.errors import require_nonnegative
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import require_low_rank
 
+_OTHERS = {
+    dim: {ndim: [d for d in range(ndim) if d != dim] for ndim in (2, 3, 4, 5)} for dim in (0, 1)
+}
+"""The dimensions of a factor beside that of its ranks, by that one and by how many there are."""
+
 
 def rank_norms(factors: Sequence[Tensor]) -> Tensor:
     """Return the norm of every rank of every factor as (factors, largest rank), padded with zeros.
@@ -29,14 +34,13 @@ def rank_norms(factors: Sequence[Tensor]) -> Tensor:
     device = factors[0].device
     norms = []
     for i, factor in enumerate(factors):
-        dim = 1 - i % 2  # of the ranks: u (out, r, …), v (r, …)
-        if dim and factor.numel() > 65536:
+        others = _OTHERS[1 - i % 2][factor.ndim]
+        values = factor if factor.dtype == dtype else factor.to(dtype)
+        if i % 2 == 0 and factor.numel() > 65536:
             # over the first dimension, torch sums large tensors faster than it takes norms
-            others = [0, *range(2, factor.ndim)]
-            norm = factor.to(dtype).square().sum(others).sqrt()
+            norm = values.square().sum(others).sqrt()
         else:
-            others = [d for d in range(factor.ndim) if d != dim]
-            norm = torch.linalg.vector_norm(factor, dim=others, dtype=dtype)
+            norm = torch.linalg.vector_norm(values, dim=others)
         norms.append(norm if norm.device == device else norm.to(device))
     places = _places if torch.compiler.is_compiling() else _remembered_places
     padded, _ = places(tuple(map(len, norms)), device)
@@ -84,7 +88,10 @@ def _scaled(factors: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
         multiplier = scale.view(-1, *[1] * behind) if behind else scale
         same = multiplier.device == factor.device
         multipliers.append(multiplier if same else multiplier.to(factor.device))
-    return list(torch._foreach_mul(list(factors), multipliers))
+    scaled = torch._foreach_mul(list(factors), multipliers)
+    return [
+        s if s.dtype == f.dtype else s.to(f.dtype) for s, f in zip(scaled, factors, strict=True)
+    ]
 
 
 def _factors(layers: Iterable[LowRank]) -> list[Tensor]:
@@ -111,10 +118,8 @@ class _GroupLasso(torch.autograd.Function):
             .mul_(ctx.weight * grad)
         )
         needed = ctx.needs_input_grad[1:]
-        return None, *(
-            scaled.to(factor.dtype) if need else None
-            for factor, scaled, need in zip(factors, _scaled(factors, scales), needed, strict=True)
-        )
+        gradients = _scaled(factors, scales)
+        return None, *(g if need else None for g, need in zip(gradients, needed, strict=True))
 
 
 def group_lasso(model: nn.Module) -> Tensor:
