@@ -42,12 +42,11 @@ def rank_norms(factors: Sequence[Tensor]) -> Tensor:
         else:
             norm = torch.linalg.vector_norm(values, dim=others)
         norms.append(norm if norm.device == device else norm.to(device))
-    places = _places if torch.compiler.is_compiling() else _remembered_places
-    padded, _ = places(tuple(map(len, norms)), device)
+    padded, _ = _places(tuple(map(len, norms)), device)
     return torch.cat([*norms, norms[0].new_zeros(1)]).take(padded)
 
 
-def _places(ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _computed_places(ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return how to pad values of so many ranks, laid end to end, to a matrix, and how to undo it.
 
     Two gathers, because padding and slicing row by row would cost a small model more than the
@@ -66,7 +65,13 @@ def _places(ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
     )
 
 
-_remembered_places = functools.lru_cache(maxsize=64)(_places)
+_remembered_places = functools.lru_cache(maxsize=64)(_computed_places)
+
+
+def _places(ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Look the places up, except in a graph that is being compiled, which keeps them itself."""
+    compiling = torch.compiler.is_compiling()
+    return (_computed_places if compiling else _remembered_places)(ranks, device)
 
 
 def tail_norms(factors: Sequence[Tensor]) -> Tensor:
@@ -78,8 +83,7 @@ def tail_norms(factors: Sequence[Tensor]) -> Tensor:
 def _scaled(factors: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
     """Multiply the ranks of all factors by (factors, largest rank) scales."""
     ranks = tuple(f.shape[1 - i % 2] for i, f in enumerate(factors))  # u, v, u, v, …
-    places = _places if torch.compiler.is_compiling() else _remembered_places
-    _, flat = places(ranks, scales.device)
+    _, flat = _places(ranks, scales.device)
     multipliers = []
     for i, (factor, scale) in enumerate(
         zip(factors, torch.split(scales.take(flat), list(ranks)), strict=True)
