@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from maestro_lod.surgery import (
 )
 
 _FORMAT, _VERSION = "maestro-lod", 1
+_STATE_FORMAT = "maestro-lod training state 1"
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -87,10 +89,69 @@ def _write_atomically(tensors: dict[str, Tensor], metadata: dict[str, str], path
         with open(temporary, "rb") as written:  # noqa: PTH123
             os.fsync(written.fileno())
         os.replace(temporary, path)  # noqa: PTH105
+        _sync_directory(path.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {path} ({error}).") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename last through a crash of the machine, where the system can do that."""
+    if os.name == "posix":
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def save_state(state: Any, path: str | os.PathLike[str]) -> None:
+    """Write nested mappings, lists, numbers, text and tensors to one safetensors file; atomic.
+
+    The tensors are stored as such, everything else as JSON in the header: no pickle.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors[str(len(tensors))] = value.detach().clone().contiguous()
+            return {"tensor": str(len(tensors) - 1)}
+        if isinstance(value, Mapping):  # as pairs: JSON has no keys but text
+            return {"mapping": [[key, plain(part)] for key, part in value.items()]}
+        if isinstance(value, list | tuple):
+            return [plain(part) for part in value]
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise CheckpointError(f"a {type(value).__name__} cannot be saved without pickle: {value}.")
+
+    metadata = {"format": _STATE_FORMAT, "state": json.dumps(plain(state))}
+    _write_atomically(tensors, metadata, Path(path))
+
+
+def load_state(path: str | os.PathLike[str]) -> Any:
+    """Read what `save_state` wrote; tuples come back as lists."""
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _STATE_FORMAT:
+                raise CheckpointError(f"{path} holds no training state.")
+
+            def read(value: Any) -> Any:
+                if isinstance(value, list):
+                    return [read(part) for part in value]
+                if not isinstance(value, dict):
+                    return value
+                if "tensor" in value:
+                    return file.get_tensor(value["tensor"])
+                return {key: read(part) for key, part in value["mapping"]}
+
+            return read(json.loads(metadata["state"]))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist.") from None
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}).") from error
 
 
 def load(path: str | os.PathLike[str], *, into: nn.Module, ranks: Ranks | None = None) -> nn.Module:

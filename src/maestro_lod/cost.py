@@ -356,6 +356,17 @@ class Ledger:
             ),
         )
 
+    def deployed(self, model: nn.Module) -> tuple[int, int | None]:
+        """Return params and MACs of the model as `fuse` would leave it: dense where cheaper."""
+        params, macs = count_params(model), self.dense_macs
+        for name, layer in costed_layers(model).items():
+            if isinstance(layer, LowRank):
+                params -= max(0, layer.weights() - layer.dense_weights)
+            if macs is not None:
+                positions = self.positions[name]
+                macs -= max(0, layer.dense_macs(positions) - layer.macs(positions))
+        return params, macs
+
     def _expected(
         self,
         model: nn.Module,

@@ -145,18 +145,25 @@ class LoD:
             return next(iter(self._layers.values())).u.new_zeros(())
         return weighted_group_lasso(self._layers.values(), self.penalty)
 
-    def backward(self, forward: Callable[[], Tensor], loss: Callable[[Tensor], Tensor]) -> Tensor:
+    def backward(
+        self,
+        forward: Callable[[], Tensor],
+        loss: Callable[[Tensor], Tensor],
+        *,
+        weight: float = 1.0,
+    ) -> Tensor:
         """Do the passes of one step, gradients included, and return the summed loss.
 
         >>> train.backward(lambda: model(x), lambda output: F.cross_entropy(output, y))
 
         With `full_pass` that is a pass at full rank and a sampled one, each with its own backward;
-        otherwise the sampled one. The penalty is included.
+        otherwise the sampled one. The penalty is included. `weight` scales all of it: 1/k where
+        the gradients of k batches are accumulated.
         """
         total: Tensor | float = 0.0
         if self.full_pass:
             output = forward()
-            full_loss = _finite(loss(output))
+            full_loss = _finite(loss(output) * weight)
             full_loss.backward()  # type: ignore[no-untyped-call]
             total, teacher = full_loss.detach(), output.detach()
         with self._sampled():
@@ -165,7 +172,7 @@ class LoD:
                 data_loss = F.cross_entropy(output, teacher.softmax(min(1, teacher.ndim - 1)))
             else:
                 data_loss = loss(output)
-            sampled_loss = _finite(data_loss + self.penalty_loss())
+            sampled_loss = _finite((data_loss + self.penalty_loss()) * weight)
             sampled_loss.backward()  # type: ignore[no-untyped-call]
         return sampled_loss.detach() + total
 

@@ -1,0 +1,311 @@
+"""A run directory: settings, environment, metrics, checkpoint, model and result of one training.
+
+config.yaml             every setting
+environment.json        versions and machine
+metrics.jsonl           one line per finished epoch, ranks included
+checkpoint.safetensors  where to go on: weights, optimizer, sampler, random states
+model.safetensors       the trained model, every size      (once finished)
+result.json             test metrics, costs                (once finished)
+report.html             all of it as a page                (once finished)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from maestro_lod.checkpoint import load, load_state, save, save_state
+from maestro_lod.cost import count_params, summary
+from maestro_lod.errors import CheckpointError, OptionError
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.report import write_report
+from maestro_lod.tasks.data import Data
+from maestro_lod.tasks.recipe import Recipe, dumped, load_recipe
+from maestro_lod.tasks.setup import Setup, data_of, model_of
+from maestro_lod.train.evaluate import CrossEntropy, evaluate
+from maestro_lod.train.fit import Progress, fit
+
+
+class Watcher(Protocol):
+    """Who is told how a run goes."""
+
+    def begin(self, run: Run, setup: Setup, progress: Progress) -> None: ...
+    def step(self, progress: Progress) -> None: ...
+    def epoch(self, record: dict[str, Any]) -> None: ...
+    def end(self, result: dict[str, Any]) -> None: ...
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; its checkpoint holds the last step."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory and its recipe."""
+
+    directory: Path
+    recipe: Recipe
+
+    @classmethod
+    def create(cls, recipe: Recipe, directory: Path) -> Run:
+        """Return a run that `train` will write to a new or empty directory; writes nothing yet."""
+        if directory.is_dir() and any(directory.iterdir()):
+            raise OptionError(
+                f"{directory} is not empty. Give another --out, or go on with the run in it: "
+                f"lod resume {directory}"
+            )
+        there = next(p for p in (directory.absolute(), *directory.absolute().parents) if p.exists())
+        if not there.is_dir():
+            raise OptionError(f"--out {directory}: {there} is a file. Give a directory.")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise OptionError(f"--out {directory}: {there} cannot be written to. Give another.")
+        return cls(directory, recipe)
+
+    @classmethod
+    def open(cls, directory: Path) -> Run:
+        """Return an existing run."""
+        config = directory / "config.yaml"
+        if not config.is_file():
+            what = "holds no run (no config.yaml)" if directory.is_dir() else "does not exist"
+            raise OptionError(f"{directory} {what}. A run is made by: lod train RECIPE --out DIR")
+        return cls(directory, load_recipe(str(config)))
+
+    # -- files ---------------------------------------------------------------------------------
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.directory / "checkpoint.safetensors"
+
+    @property
+    def model_file(self) -> Path:
+        return self.directory / "model.safetensors"
+
+    @property
+    def finished(self) -> bool:
+        return (self.directory / "result.json").exists()
+
+    def result(self) -> dict[str, Any]:
+        """Return what a finished run reached."""
+        try:
+            result: dict[str, Any] = json.loads((self.directory / "result.json").read_text())
+        except FileNotFoundError:
+            raise OptionError(
+                f"the run in {self.directory} has not finished. Go on with: lod resume "
+                f"{self.directory}"
+            ) from None
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.directory / 'result.json'} is damaged ({error})."
+            ) from None
+        return result
+
+    def write_json(self, name: str, value: Any) -> None:
+        self._write(name, json.dumps(value, indent=1) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a small file, all or nothing."""
+        temporary = self.directory / f".{name}.new"
+        try:
+            with temporary.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.directory / name)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self.directory / name} ({error.strerror})."
+            ) from None
+
+    # -- training ------------------------------------------------------------------------------
+
+    def train(self, watcher: Watcher, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """Train to the end, from the checkpoint if there is one, and return the result.
+
+        `stop` is asked after each step: if it says so, a checkpoint is written and `Interrupted`
+        raised. Whatever happens, the last checkpoint that was complete stays.
+        """
+        recipe = self.recipe
+        setup = Setup.of(recipe)
+        progress = self._resumed(setup) if self.checkpoint.exists() else Progress()
+        if not self.checkpoint.exists():
+            self._make_directory(setup)
+            self._write("config.yaml", dumped(recipe))
+            self.write_json("environment.json", _environment(recipe, setup.data))
+            self._save(setup, progress)
+        self._write("metrics.jsonl", "".join(map(_line, progress.history)))
+        watcher.begin(self, setup, progress)
+        saved = time.monotonic()
+
+        def on_step(progress: Progress) -> None:
+            nonlocal saved
+            watcher.step(progress)
+            stopping = stop()
+            if stopping or time.monotonic() - saved >= recipe.checkpoint_every:
+                self._save(setup, progress)
+                saved = time.monotonic()
+            if stopping:
+                raise Interrupted
+
+        def on_epoch(progress: Progress) -> None:
+            nonlocal saved
+            record = progress.history[-1]
+            self._save(setup, progress)
+            saved = time.monotonic()
+            with (self.directory / "metrics.jsonl").open("a") as file:
+                file.write(_line(record))
+            watcher.epoch(record)
+            if stop() and progress.epoch < recipe.epochs:
+                raise Interrupted
+
+        fit(
+            setup.model,
+            setup.data.train,
+            optimizer=setup.optimizer,
+            epochs=recipe.epochs,
+            lod=setup.lod,
+            loss=setup.loss,
+            validation=setup.data.validation,
+            schedule=setup.schedule,
+            clip_norm=recipe.clip_norm,
+            accumulate=recipe.accumulate,
+            amp=recipe.amp,
+            recalibration=recipe.recalibration,
+            seed=recipe.seed,
+            progress=progress,
+            on_step=on_step,
+            on_epoch=on_epoch,
+        )
+        result = self._finish(setup, progress)
+        watcher.end(result)
+        return result
+
+    def _save(self, setup: Setup, progress: Progress) -> None:
+        state = {
+            "model": setup.model.state_dict(),
+            "optimizer": setup.optimizer.state_dict(),
+            "lod": None if setup.lod is None else setup.lod.state_dict(),
+            "progress": progress.state_dict(),
+        }
+        try:
+            save_state(state, self.checkpoint)
+        except CheckpointError as error:
+            good = "" if not self.checkpoint.exists() else " The checkpoint before is whole:"
+            raise CheckpointError(
+                f"{error}{good} make room, then go on with: lod resume {self.directory}"
+            ) from None
+
+    def _resumed(self, setup: Setup) -> Progress:
+        """Put all parts into the state of the checkpoint and return the place reached."""
+        state = load_state(self.checkpoint)
+        try:
+            setup.model.load_state_dict(state["model"])
+            if self.recipe.channels_last:
+                setup.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            setup.optimizer.load_state_dict(state["optimizer"])
+            if setup.lod is not None:
+                setup.lod.load_state_dict(state["lod"])
+            return Progress.from_state(state["progress"])
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(
+                f"{self.checkpoint} does not belong to {self.directory / 'config.yaml'} ({reason})."
+            ) from None
+
+    def _finish(self, setup: Setup, progress: Progress) -> dict[str, Any]:
+        """Test the model, and write it, the result and the report."""
+        model, data, lod = setup.model, setup.data, setup.lod
+        own_loss = None if isinstance(setup.loss, CrossEntropy) else setup.loss
+        test: dict[str, float] = {}
+        if data.test is not None:
+            test = evaluate(model, data.test, own_loss)
+        if data.score is not None:
+            test |= data.score(model)
+        if low_rank_layers(model):
+            save(model, self.model_file)
+        else:
+            save_state(model.state_dict(), self.model_file)
+        ledger = None if lod is None else lod.ledger
+        result = {
+            "status": "finished",
+            "test": test,
+            "validation": {
+                key.removeprefix("validation_"): value
+                for key, value in progress.history[-1].items()
+                if key.startswith("validation_")
+            },
+            "summary": summary(model, data.example).to_dict(),
+            "ledger": None
+            if ledger is None
+            else {
+                "relative_params": ledger.relative_params,
+                "relative_macs": ledger.relative_macs,
+                "relative_executed_macs": ledger.relative_executed_macs,
+            },
+            "full_ranks": {name: m.full_rank for name, m in low_rank_layers(model).items()},
+            "seconds": sum(record["seconds"] for record in progress.history),
+            "epochs": progress.epoch,
+        }
+        self.write_json("result.json", result)
+        write_report([self.directory], self.directory / "report.html")
+        return result
+
+    def _make_directory(self, setup: Setup) -> None:
+        """Refuse to start where checkpoints would not fit: two at a time, with optimizer state."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.directory} ({error.strerror}).") from None
+        moments = 1 if self.recipe.optimizer.name == "sgd" else 2
+        needed = 2 * 4 * count_params(setup.model) * (1 + moments) + 2**20
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            raise CheckpointError(
+                f"{self.directory} has {free / 1e6:.0f} MB free; checkpoints of this run need "
+                f"about {needed / 1e6:.0f} MB. Make room or give another --out."
+            )
+
+    # -- afterwards ----------------------------------------------------------------------------
+
+    def trained(self, data: Data | None = None) -> tuple[nn.Module, Data]:
+        """Return the model of a finished run, and its data."""
+        self.result()  # says so if there is none
+        data = data or data_of(self.recipe)
+        model = model_of(self.recipe, data)
+        if low_rank_layers(model):
+            return load(self.model_file, into=model), data
+        model.load_state_dict(load_state(self.model_file))
+        return model, data
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record) + "\n"
+
+
+def _environment(recipe: Recipe, data: Data) -> dict[str, Any]:
+    return {
+        "maestro_lod": metadata.version("maestro-lod"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": recipe.device,
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "data": data.note,
+    }

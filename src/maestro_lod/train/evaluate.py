@@ -1,0 +1,189 @@
+"""How good a model is on data, and BatchNorm statistics that belong to its present weights."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from maestro_lod.errors import OptionError
+
+Batch: TypeAlias = tuple[Any, Any]
+"""Inputs of the model (a tensor, a tuple or a mapping of arguments) and the target."""
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
+
+IGNORED = -100  # targets that do not count, as in torch's cross-entropy
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Cross-entropy of class scores in the last dimension, over all targets that count.
+
+    `reduction="sum"` sums over them, which is what the paper's λ for its Transformer goes with.
+    """
+
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(
+            output.flatten(0, -2),
+            target.flatten(),
+            ignore_index=IGNORED,
+            label_smoothing=self.label_smoothing,
+            reduction=self.reduction,
+        )
+
+
+@dataclass
+class Score:
+    """Sums over samples, whose means are loss and accuracy; addable batch by batch."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    count: int = 0
+    classified: int = 0
+    """How many of them had a class as target: without any there is no accuracy."""
+
+    def add(self, loss: Tensor, output: Any, target: Any, *, summed: bool = False) -> None:
+        """Add one batch, given its mean loss, or the sum of its losses."""
+        hits = hits_of(output, target)
+        count = len(target) if hits is None else hits.numel()
+        if hits is not None:
+            self.correct += hits.sum().item()
+            self.classified += count
+        if count:  # the mean over nothing is NaN
+            self.loss += loss.item() * (1 if summed else count)
+        self.count += count
+
+    def means(self, prefix: str = "") -> dict[str, float]:
+        """Return what is known, by name."""
+        if self.count == 0:
+            return {}
+        means = {f"{prefix}loss": self.loss / self.count}
+        if self.classified:
+            means[f"{prefix}accuracy"] = self.correct / self.classified
+        return means
+
+
+def hits_of(output: Any, target: Any) -> Tensor | None:
+    """Say for each target that counts whether it was predicted; None if targets are no classes."""
+    if not (
+        isinstance(output, Tensor)
+        and isinstance(target, Tensor)
+        and target.dtype == torch.int64
+        and output.ndim == target.ndim + 1
+    ):
+        return None
+    hits = output.detach().argmax(-1) == target
+    return hits[target != IGNORED] if target.ndim > 1 else hits
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Run a model on one tensor, a tuple of arguments, or a mapping of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors of a batch."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple | list):
+        return tuple(on_device(part, device) for part in value)
+    if isinstance(value, Mapping):
+        return {key: on_device(part, device) for key, part in value.items()}
+    return value
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the parameters of a model are."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model into one mode for the `with` block, then each module back into its own."""
+    before = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], loss: Loss | None = None, *, amp: bool = False
+) -> dict[str, float]:
+    """Return the mean loss, and the accuracy where targets are classes, over all batches.
+
+    Text (targets with a second dimension) also gets its perplexity.
+    """
+    loss = loss or CrossEntropy()
+    device, score, sequences = device_of(model), Score(), False
+    with in_mode(model, training=False):
+        for inputs, target in batches:
+            target = on_device(target, device)
+            with autocast(device, amp):
+                output = call(model, on_device(inputs, device))
+                value = loss(output, target)
+            score.add(value, output, target)
+            sequences = hits_of(output, target) is not None and target.ndim > 1
+    if score.count == 0:
+        raise OptionError("there is nothing to evaluate on: the data has no batch with a target.")
+    means = score.means()
+    if sequences:
+        means["perplexity"] = math.exp(min(means["loss"], 700.0))  # above, it overflows
+    return means
+
+
+def autocast(device: torch.device, enabled: bool) -> Any:
+    """Return a context in which matrix products run in bfloat16, or one that does nothing."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if enabled else nullcontext()
+
+
+@torch.no_grad()
+def recalibrate(model: nn.Module, batches: Iterable[Batch], most: int = 100) -> int:
+    """Recompute the statistics of all BatchNorms as plain means over batches, in place.
+
+    Training mixes the statistics of many sampled submodels; this leaves those of the model at its
+    active ranks. Everything else stays in eval mode; momentum and modes are restored. Returns how
+    many batches were used: 0 if the model has no BatchNorm with statistics.
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not norms or most == 0:
+        return 0
+    device, used = device_of(model), 0
+    momenta = [norm.momentum for norm in norms]
+    before = [copy.deepcopy(dict(norm.named_buffers())) for norm in norms]
+    with in_mode(model, training=False):
+        try:
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # a plain mean over all batches
+                norm.training = True
+            for inputs, _ in itertools.islice(batches, most):
+                call(model, on_device(inputs, device))
+                used += 1
+            if used == 0:
+                raise OptionError("BatchNorm cannot be recalibrated: the data has no batch.")
+        except BaseException:
+            for norm, buffers in zip(norms, before, strict=True):
+                norm.load_state_dict(buffers, strict=False)
+            raise
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+    return used

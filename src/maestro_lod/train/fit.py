@@ -1,0 +1,261 @@
+"""The one plain training loop: dense or low-rank, from the start or from any place in a run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from maestro_lod.cost import count_params
+from maestro_lod.errors import OptionError, TrainingError, require_nonnegative, require_whole
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.train.evaluate import (
+    Batch,
+    CrossEntropy,
+    Loss,
+    Score,
+    autocast,
+    call,
+    device_of,
+    evaluate,
+    on_device,
+    recalibrate,
+)
+from maestro_lod.train.lod import LoD
+
+Schedule = Callable[[int], float]
+"""The share of its initial learning rate that each parameter group has at optimizer step s."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come: all that `fit` needs, beside model, optimizer and LoD, to go on."""
+
+    epoch: int = 0
+    batch: int = 0
+    """Batches of the current epoch that are done."""
+    step: int = 0
+    """Optimizer steps so far."""
+    seconds: float = 0.0
+    """Training time of the current epoch so far, evaluation left out."""
+    score: Score = field(default_factory=Score)
+    """Of the current epoch's training batches, each at the ranks that were drawn for it."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """One record per finished epoch."""
+    random: list[Tensor] | None = None
+    """torch's random states at this place, for an epoch that is resumed in its middle."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place reached, with torch's random states as they are now."""
+        return {**asdict(self), "random": _random_states()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """Return the place that `state_dict` noted."""
+        return cls(**{**state, "score": Score(**state["score"])})
+
+
+def fit(
+    model: nn.Module,
+    train_data: Iterable[Batch],
+    *,
+    optimizer: Optimizer,
+    epochs: int,
+    lod: LoD | None = None,
+    loss: Loss | None = None,
+    evaluation_loss: Loss | None = None,
+    validation: Iterable[Batch] | None = None,
+    schedule: Schedule | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    amp: bool = False,
+    recalibration: int = 100,
+    seed: int = 0,
+    progress: Progress | None = None,
+    on_step: Callable[[Progress], None] | None = None,
+    on_epoch: Callable[[Progress], None] | None = None,
+) -> Progress:
+    """Train a model in place, low-rank with `lod` or as it is, and return the record of the run.
+
+    >>> train = LoD(model, optimizer, penalty=1e-4)
+    >>> fit(model, loader, optimizer=optimizer, lod=train, epochs=20, validation=held_out)
+
+    `train_data` gives (inputs, target) batches anew each time it is iterated; inputs may be a tuple
+    or mapping of arguments. Before each epoch torch's global generator is seeded from `seed` and
+    the epoch, so shuffling, augmentation and dropout repeat exactly. `progress` continues a run
+    from where `Progress.state_dict()` was taken, in the middle of an epoch too, once model,
+    optimizer and LoD are as they were. `on_step` and `on_epoch` see the progress after each
+    optimizer step and each epoch; what they raise ends the run. BatchNorm is recalibrated on up to
+    `recalibration` batches before each evaluation. `amp` computes in bfloat16 where that is safe.
+    """
+    require_whole("epochs", epochs)
+    if require_whole("accumulate", accumulate) == 0:
+        raise OptionError("accumulate=0 must be at least 1: the batches per optimizer step.")
+    if clip_norm is not None and require_nonnegative("clip_norm", clip_norm) == 0.0:
+        raise OptionError("clip_norm=0 would stop all training; leave it None not to clip.")
+    if lod is None and low_rank_layers(model):
+        raise OptionError(
+            f"{type(model).__name__} is low-rank but fit got no LoD: nothing would be sampled. "
+            "Give lod=LoD(model, optimizer, …)."
+        )
+    if lod is not None and (lod.optimizer is not optimizer or lod.model is not model):
+        raise OptionError("lod was made for another model or optimizer than fit was given.")
+    progress = progress or Progress()
+    loss = loss or CrossEntropy()
+    if evaluation_loss is None:
+        evaluation_loss = CrossEntropy() if isinstance(loss, CrossEntropy) else loss
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    one_step = _Step(model, optimizer, lod, loss, schedule, clip_norm, amp)
+
+    while progress.epoch < epochs:
+        model.train()
+        batches = _batches(train_data, seed, progress)
+        began = time.perf_counter()
+        while group_of_batches := list(itertools.islice(batches, accumulate)):
+            one_step(group_of_batches, progress)
+            now = time.perf_counter()
+            progress.seconds, began = progress.seconds + now - began, now
+            if on_step is not None:
+                on_step(progress)
+                began = time.perf_counter()
+        if progress.batch == 0:
+            raise TrainingError("the training data has no batch: nothing would be trained.")
+        if lod is not None:
+            lod.end_epoch()
+        record = _record(model, optimizer, lod, progress)
+        recalibrate(model, train_data, recalibration)
+        if validation is not None:
+            reached = evaluate(model, validation, evaluation_loss, amp=amp)
+            record |= {f"validation_{name}": value for name, value in reached.items()}
+        progress.history.append(record)
+        progress.epoch, progress.batch = progress.epoch + 1, 0
+        progress.seconds, progress.score, progress.random = 0.0, Score(), None
+        if on_epoch is not None:
+            on_epoch(progress)
+    return progress
+
+
+@dataclass
+class _Step:
+    """One optimizer step, over one or several batches."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    lod: LoD | None
+    loss: Loss
+    schedule: Schedule | None
+    clip_norm: float | None
+    amp: bool
+
+    def __call__(self, batches: list[Batch], progress: Progress) -> None:
+        if self.schedule is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self.schedule(progress.step)
+        for inputs, target in batches:
+            self._backward(inputs, target, 1 / len(batches), progress.score)
+            progress.batch += 1
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        progress.step += 1
+
+    def _backward(self, inputs: Any, target: Any, weight: float, score: Score) -> None:
+        device = device_of(self.model)
+        inputs, target = on_device(inputs, device), on_device(target, device)
+        last: tuple[Tensor, Any] | None = None
+
+        def forward() -> Any:
+            with autocast(device, self.amp):
+                return call(self.model, inputs)
+
+        def loss(output: Any) -> Tensor:
+            nonlocal last
+            with autocast(device, self.amp):
+                value = self.loss(output, target)
+            last = value.detach(), output
+            return value
+
+        if self.lod is not None:
+            self.lod.backward(forward, loss, weight=weight)
+        else:
+            value = loss(forward())
+            if not bool(value.detach().isfinite()):
+                raise TrainingError(
+                    f"the loss is {value.item()}. Lower the learning rate or clip gradients."
+                )
+            (value * weight).backward()  # type: ignore[no-untyped-call]
+        assert last is not None
+        summed = getattr(self.loss, "reduction", "mean") == "sum"
+        score.add(*last, target, summed=summed)
+
+
+def _batches(train_data: Iterable[Batch], seed: int, progress: Progress) -> Iterator[Batch]:
+    """Iterate over an epoch from the batch that is next, with the randomness it had."""
+    torch.manual_seed(seed * 1_000_003 + progress.epoch)
+    batches = iter(train_data)
+    if progress.batch:
+        for _ in itertools.islice(batches, progress.batch):
+            pass
+        if progress.random is not None:
+            _set_random_states(progress.random)
+    return batches
+
+
+def _random_states() -> list[Tensor]:
+    """Return the states of torch's generators: the CPU's, then one per accelerator in use."""
+    states = [torch.get_rng_state()]
+    return states + (torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+
+
+def _set_random_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1:]:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+def _record(
+    model: nn.Module, optimizer: Optimizer, lod: LoD | None, progress: Progress
+) -> dict[str, Any]:
+    """Describe an epoch that has just ended; params and MACs are those after the shrink."""
+    record: dict[str, Any] = {
+        "epoch": progress.epoch + 1,
+        "step": progress.step,
+        "seconds": progress.seconds,
+        "lr": float(optimizer.param_groups[0]["lr"]),
+        **progress.score.means("train_"),
+        "ranks": {},
+    }
+    if lod is None:
+        return record | {"params": count_params(model), "relative_params": 1.0}
+    params, macs = lod.ledger.deployed(model)
+    record |= {
+        "penalty": lod.penalty,
+        "total_rank": sum(layer.rank for layer in low_rank_layers(model).values()),
+        "params": params,
+        "macs": macs,
+        "relative_params": params / lod.ledger.dense_params,
+        "relative_macs": macs / lod.ledger.dense_macs if macs and lod.ledger.dense_macs else None,
+        "ranks": {name: layer.rank for name, layer in low_rank_layers(model).items()},
+    }
+    return record
+
+
+def milestones(epochs: list[int], steps_per_epoch: int, factor: float = 0.1) -> Schedule:
+    """Multiply the learning rate by `factor` at the start of each of these epochs."""
+    return lambda step: factor ** sum(step >= epoch * steps_per_epoch for epoch in epochs)
+
+
+def vaswani(warmup: int) -> Schedule:
+    """Grow linearly for `warmup` steps, then fall with 1/√step; 1 at the end of the warm-up.
+
+    The paper's 2·d^-½·min(s^-½, s·w^-3/2) is a learning rate of 2·(d·w)^-½ under this schedule.
+    """
+    return lambda step: min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)
