@@ -14,7 +14,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/.installed  ## train a LeNet on handwritten digits with the full method (about a minute)
-	$(BIN)/python examples/digits.py
+	$(BIN)/lod train digits
 
 test: $(VENV)/.installed  ## run all tests
 	$(BIN)/python -m pytest -n 2

@@ -6,6 +6,7 @@ from maestro_lod.errors import MaestroError
 from maestro_lod.layers.ranks import at_ranks, ranks
 from maestro_lod.plan import survey
 from maestro_lod.surgery import decompose, extract, fuse
+from maestro_lod.train.fit import fit
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.penalty import group_lasso, importance, prox_group_lasso_
 from maestro_lod.train.sampling import RankSampler
@@ -18,6 +19,7 @@ __all__ = [
     "at_ranks",
     "decompose",
     "extract",
+    "fit",
     "fuse",
     "group_lasso",
     "importance",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -88,12 +89,20 @@ def _write_atomically(tensors: dict[str, Tensor], metadata: dict[str, str], path
         save_file(tensors, temporary, metadata=metadata)
         with open(temporary, "rb") as written:  # noqa: PTH123
             os.fsync(written.fileno())
+        Path(temporary).chmod(_usual_mode())
         os.replace(temporary, path)  # noqa: PTH105
         _sync_directory(path.parent)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, KeyError) as error:  # KeyError: a dtype that it cannot hold
         raise CheckpointError(f"cannot write {path} ({error}).") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _usual_mode() -> int:
+    """Return the permissions of a file that is created plainly; a temporary one has fewer."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def _sync_directory(directory: Path) -> None:
@@ -114,19 +123,35 @@ def save_state(state: Any, path: str | os.PathLike[str]) -> None:
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors[str(len(tensors))] = value.detach().clone().contiguous()
-            return {"tensor": str(len(tensors) - 1)}
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            name, order = str(len(tensors)), _order_in_memory(value)
+            packed = value.detach().permute(order)
+            tensors[name] = packed.clone(memory_format=torch.contiguous_format)
+            return {"tensor": name, "order": order}
         if isinstance(value, Mapping):  # as pairs: JSON has no keys but text
-            return {"mapping": [[key, plain(part)] for key, part in value.items()]}
+            return {"mapping": [[scalar(key), plain(part)] for key, part in value.items()]}
         if isinstance(value, list | tuple):
             return [plain(part) for part in value]
+        return scalar(value)
+
+    def scalar(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        raise CheckpointError(f"a {type(value).__name__} cannot be saved without pickle: {value}.")
+        kind = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
+        shown = " ".join(str(value).split())[:80]
+        raise CheckpointError(f"a {kind} cannot be saved without pickle: {shown}")
 
     metadata = {"format": _STATE_FORMAT, "state": json.dumps(plain(state))}
     _write_atomically(tensors, metadata, Path(path))
+
+
+def _order_in_memory(tensor: Tensor) -> list[int]:
+    """Return the dimensions from the outermost in memory to the innermost.
+
+    It is stored because fused optimizers step through their state in memory order, so that the
+    state of a channels-last weight has to come back channels-last.
+    """
+    return sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
 
 
 def load_state(path: str | os.PathLike[str]) -> Any:
@@ -136,7 +161,7 @@ def load_state(path: str | os.PathLike[str]) -> Any:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _STATE_FORMAT:
-                raise CheckpointError(f"{path} holds no training state.")
+                raise CheckpointError(f"{path} was not written by save_state.")
 
             def read(value: Any) -> Any:
                 if isinstance(value, list):
@@ -144,14 +169,18 @@ def load_state(path: str | os.PathLike[str]) -> Any:
                 if not isinstance(value, dict):
                     return value
                 if "tensor" in value:
-                    return file.get_tensor(value["tensor"])
+                    order = value["order"]
+                    place = sorted(range(len(order)), key=order.__getitem__)  # its inverse
+                    return file.get_tensor(value["tensor"]).permute(place)
                 return {key: read(part) for key, part in value["mapping"]}
 
             return read(json.loads(metadata["state"]))
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist.") from None
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}).") from error
+    except (SafetensorError, OSError, LookupError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is damaged or no safetensors file ({error}).") from error
 
 
 def load(path: str | os.PathLike[str], *, into: nn.Module, ranks: Ranks | None = None) -> nn.Module:

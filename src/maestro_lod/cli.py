@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ try:
     from maestro_lod.display import Display
     from maestro_lod.report import write_report
     from maestro_lod.tasks.recipe import load_recipe, recipe_names
-    from maestro_lod.tasks.run import Interrupted, Run
+    from maestro_lod.tasks.run import Interrupted, Run, Watcher
     from maestro_lod.tasks.setup import data_of, model_of
 except ImportError as missing:  # the core works without what the program needs
     sys.exit(f"lod needs more than the library itself ({missing}): pip install 'maestro-lod[cli]'")
@@ -144,7 +145,8 @@ def main(arguments: list[str] | None = None) -> None:
     except MaestroError as error:
         code = _complain(error, 2)
     except _UsageError as error:
-        code = _complain(f"{error.format_message()} See: lod --help", 2)
+        message = error.format_message()  # empty where the help was shown instead
+        code = _complain(f"{message} See: lod --help", 2) if message else 2
     except (KeyboardInterrupt, typer.Abort):
         code = _complain("interrupted.", 130)
     except BrokenPipeError:  # `lod … | head`
@@ -179,9 +181,12 @@ def _free_directory(name: str) -> Path:
 
 def _train(run: Run, quiet: bool) -> None:
     display = Display(Console(), quiet)
+    watchers: list[Watcher] = [display]
+    if run.recipe.tensorboard:
+        watchers.append(_tensorboard())
     try:
         with _stop_on_signal() as asked:
-            result = run.train(display, stop=lambda: bool(asked))
+            result = run.train(watchers, stop=lambda: bool(asked))
     except Interrupted:
         display.close()
         _say(f"stopped; everything is saved. Go on with: lod resume {run.directory}")
@@ -189,6 +194,17 @@ def _train(run: Run, quiet: bool) -> None:
     finally:
         display.close()
     _say(f"\n{_result_table(run, result)}\n\nreport: {run.directory / 'report.html'}")
+
+
+def _tensorboard() -> Watcher:
+    try:
+        module = importlib.import_module("maestro_lod.integrations.tensorboard")
+    except ImportError:
+        raise OptionError(
+            "tensorboard=true needs the package: pip install 'maestro-lod[tensorboard]'."
+        ) from None
+    watcher: Watcher = module.TensorBoard()
+    return watcher
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -131,7 +131,9 @@ class Run:
 
     # -- training ------------------------------------------------------------------------------
 
-    def train(self, watcher: Watcher, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    def train(
+        self, watchers: Sequence[Watcher] = (), stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
         """Train to the end, from the checkpoint if there is one, and return the result.
 
         `stop` is asked after each step: if it says so, a checkpoint is written and `Interrupted`
@@ -146,12 +148,14 @@ class Run:
             self.write_json("environment.json", _environment(recipe, setup.data))
             self._save(setup, progress)
         self._write("metrics.jsonl", "".join(map(_line, progress.history)))
-        watcher.begin(self, setup, progress)
+        for watcher in watchers:
+            watcher.begin(self, setup, progress)
         saved = time.monotonic()
 
         def on_step(progress: Progress) -> None:
             nonlocal saved
-            watcher.step(progress)
+            for watcher in watchers:
+                watcher.step(progress)
             stopping = stop()
             if stopping or time.monotonic() - saved >= recipe.checkpoint_every:
                 self._save(setup, progress)
@@ -166,7 +170,8 @@ class Run:
             saved = time.monotonic()
             with (self.directory / "metrics.jsonl").open("a") as file:
                 file.write(_line(record))
-            watcher.epoch(record)
+            for watcher in watchers:
+                watcher.epoch(record)
             if stop() and progress.epoch < recipe.epochs:
                 raise Interrupted
 
@@ -189,7 +194,8 @@ class Run:
             on_epoch=on_epoch,
         )
         result = self._finish(setup, progress)
-        watcher.end(result)
+        for watcher in watchers:
+            watcher.end(result)
         return result
 
     def _save(self, setup: Setup, progress: Progress) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from maestro_lod.errors import OptionError
 
@@ -57,7 +58,7 @@ class Score:
     def add(self, loss: Tensor, output: Any, target: Any, *, summed: bool = False) -> None:
         """Add one batch, given its mean loss, or the sum of its losses."""
         hits = hits_of(output, target)
-        count = len(target) if hits is None else hits.numel()
+        count = _length(target) if hits is None else hits.numel()
         if hits is not None:
             self.correct += hits.sum().item()
             self.classified += count
@@ -75,17 +76,31 @@ class Score:
         return means
 
 
+def sums(loss: Loss) -> bool:
+    """Say whether a loss is a sum over the batch; one that does not say so is a mean."""
+    return getattr(loss, "reduction", "mean") == "sum"
+
+
 def hits_of(output: Any, target: Any) -> Tensor | None:
-    """Say for each target that counts whether it was predicted; None if targets are no classes."""
+    """Say for each target that counts whether it was predicted; None if targets are no classes.
+
+    Class scores are in the last dimension of the output.
+    """
     if not (
         isinstance(output, Tensor)
         and isinstance(target, Tensor)
         and target.dtype == torch.int64
-        and output.ndim == target.ndim + 1
+        and output.shape[:-1] == target.shape
+        and output.ndim > target.ndim
     ):
         return None
     hits = output.detach().argmax(-1) == target
-    return hits[target != IGNORED] if target.ndim > 1 else hits
+    return hits[target != IGNORED]
+
+
+def _length(target: Any) -> int:
+    """Count the samples of a batch by the first tensor in its target; 1 if there is none."""
+    return next((len(t) for t in tree_leaves(target) if isinstance(t, Tensor) and t.ndim), 1)
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -139,12 +154,12 @@ def evaluate(
             with autocast(device, amp):
                 output = call(model, on_device(inputs, device))
                 value = loss(output, target)
-            score.add(value, output, target)
-            sequences = hits_of(output, target) is not None and target.ndim > 1
+            score.add(value, output, target, summed=sums(loss))
+            sequences = isinstance(target, Tensor) and target.ndim > 1
     if score.count == 0:
         raise OptionError("there is nothing to evaluate on: the data has no batch with a target.")
     means = score.means()
-    if sequences:
+    if sequences and score.classified:
         means["perplexity"] = math.exp(min(means["loss"], 700.0))  # above, it overflows
     return means
 
@@ -155,7 +170,9 @@ def autocast(device: torch.device, enabled: bool) -> Any:
 
 
 @torch.no_grad()
-def recalibrate(model: nn.Module, batches: Iterable[Batch], most: int = 100) -> int:
+def recalibrate(
+    model: nn.Module, batches: Iterable[Batch], most: int = 100, *, amp: bool = False
+) -> int:
     """Recompute the statistics of all BatchNorms as plain means over batches, in place.
 
     Training mixes the statistics of many sampled submodels; this leaves those of the model at its
@@ -175,7 +192,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Batch], most: int = 100) -> 
                 norm.momentum = None  # a plain mean over all batches
                 norm.training = True
             for inputs, _ in itertools.islice(batches, most):
-                call(model, on_device(inputs, device))
+                with autocast(device, amp):
+                    call(model, on_device(inputs, device))
                 used += 1
             if used == 0:
                 raise OptionError("BatchNorm cannot be recalibrated: the data has no batch.")

@@ -26,6 +26,7 @@ from maestro_lod.train.evaluate import (
     evaluate,
     on_device,
     recalibrate,
+    sums,
 )
 from maestro_lod.train.lod import LoD
 
@@ -92,11 +93,12 @@ def fit(
     from where `Progress.state_dict()` was taken, in the middle of an epoch too, once model,
     optimizer and LoD are as they were. `on_step` and `on_epoch` see the progress after each
     optimizer step and each epoch; what they raise ends the run. BatchNorm is recalibrated on up to
-    `recalibration` batches before each evaluation. `amp` computes in bfloat16 where that is safe.
+    `recalibration` batches after each epoch, before it is evaluated. `amp` computes in bfloat16
+    where that is safe.
     """
     require_whole("epochs", epochs)
-    if require_whole("accumulate", accumulate) == 0:
-        raise OptionError("accumulate=0 must be at least 1: the batches per optimizer step.")
+    require_whole("recalibration", recalibration)
+    _require_some("accumulate", accumulate, "the batches per optimizer step")
     if clip_norm is not None and require_nonnegative("clip_norm", clip_norm) == 0.0:
         raise OptionError("clip_norm=0 would stop all training; leave it None not to clip.")
     if lod is None and low_rank_layers(model):
@@ -104,7 +106,8 @@ def fit(
             f"{type(model).__name__} is low-rank but fit got no LoD: nothing would be sampled. "
             "Give lod=LoD(model, optimizer, …)."
         )
-    if lod is not None and (lod.optimizer is not optimizer or lod.model is not model):
+    plain = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
+    if lod is not None and (lod.optimizer is not optimizer or lod.model is not plain):
         raise OptionError("lod was made for another model or optimizer than fit was given.")
     progress = progress or Progress()
     loss = loss or CrossEntropy()
@@ -112,6 +115,7 @@ def fit(
         evaluation_loss = CrossEntropy() if isinstance(loss, CrossEntropy) else loss
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
+    optimizer.zero_grad()  # of whatever came before, a step that failed halfway included
     one_step = _Step(model, optimizer, lod, loss, schedule, clip_norm, amp)
 
     while progress.epoch < epochs:
@@ -129,8 +133,8 @@ def fit(
             raise TrainingError("the training data has no batch: nothing would be trained.")
         if lod is not None:
             lod.end_epoch()
-        record = _record(model, optimizer, lod, progress)
-        recalibrate(model, train_data, recalibration)
+        record = _record(plain, optimizer, lod, progress)
+        recalibrate(model, train_data, recalibration, amp=amp)
         if validation is not None:
             reached = evaluate(model, validation, evaluation_loss, amp=amp)
             record |= {f"validation_{name}": value for name, value in reached.items()}
@@ -160,11 +164,12 @@ class _Step:
                 group["lr"] = group["initial_lr"] * self.schedule(progress.step)
         for inputs, target in batches:
             self._backward(inputs, target, 1 / len(batches), progress.score)
-            progress.batch += 1
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(trained, self.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        progress.batch += len(batches)
         progress.step += 1
 
     def _backward(self, inputs: Any, target: Any, weight: float, score: Score) -> None:
@@ -193,19 +198,23 @@ class _Step:
                 )
             (value * weight).backward()  # type: ignore[no-untyped-call]
         assert last is not None
-        summed = getattr(self.loss, "reduction", "mean") == "sum"
-        score.add(*last, target, summed=summed)
+        score.add(*last, target, summed=sums(self.loss))
 
 
 def _batches(train_data: Iterable[Batch], seed: int, progress: Progress) -> Iterator[Batch]:
     """Iterate over an epoch from the batch that is next, with the randomness it had."""
-    torch.manual_seed(seed * 1_000_003 + progress.epoch)
+    here = progress.random or _random_states()  # the latter if the run stopped in this process
+    torch.manual_seed((seed * 1_000_003 + progress.epoch) % 2**63)
     batches = iter(train_data)
     if progress.batch:
-        for _ in itertools.islice(batches, progress.batch):
-            pass
-        if progress.random is not None:
-            _set_random_states(progress.random)
+        found = sum(1 for _ in itertools.islice(batches, progress.batch))
+        if found < progress.batch:
+            raise TrainingError(
+                f"the training data has {found} batches, but {progress.batch} of epoch "
+                f"{progress.epoch + 1} are done: this is not the data that the run began with."
+            )
+        _set_random_states(here)
+    progress.random = None
     return batches
 
 
@@ -216,9 +225,10 @@ def _random_states() -> list[Tensor]:
 
 
 def _set_random_states(states: list[Tensor]) -> None:
+    """Restore the states; those of accelerators that are not here are left out."""
     torch.set_rng_state(states[0])
-    if states[1:]:
-        torch.cuda.set_rng_state_all(states[1:])
+    for device, state in zip(range(torch.cuda.device_count()), states[1:], strict=False):
+        torch.cuda.set_rng_state(state, device)
 
 
 def _record(
@@ -236,13 +246,14 @@ def _record(
     if lod is None:
         return record | {"params": count_params(model), "relative_params": 1.0}
     params, macs = lod.ledger.deployed(model)
+    dense_macs = lod.ledger.dense_macs
     record |= {
         "penalty": lod.penalty,
         "total_rank": sum(layer.rank for layer in low_rank_layers(model).values()),
         "params": params,
         "macs": macs,
         "relative_params": params / lod.ledger.dense_params,
-        "relative_macs": macs / lod.ledger.dense_macs if macs and lod.ledger.dense_macs else None,
+        "relative_macs": None if macs is None or not dense_macs else macs / dense_macs,
         "ranks": {name: layer.rank for name, layer in low_rank_layers(model).items()},
     }
     return record
@@ -250,6 +261,7 @@ def _record(
 
 def milestones(epochs: list[int], steps_per_epoch: int, factor: float = 0.1) -> Schedule:
     """Multiply the learning rate by `factor` at the start of each of these epochs."""
+    _require_some("steps_per_epoch", steps_per_epoch, "the optimizer steps of an epoch")
     return lambda step: factor ** sum(step >= epoch * steps_per_epoch for epoch in epochs)
 
 
@@ -258,4 +270,10 @@ def vaswani(warmup: int) -> Schedule:
 
     The paper's 2·d^-½·min(s^-½, s·w^-3/2) is a learning rate of 2·(d·w)^-½ under this schedule.
     """
+    _require_some("warmup", warmup, "the steps of the warm-up")
     return lambda step: min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)
+
+
+def _require_some(option: str, value: int, meaning: str) -> None:
+    if require_whole(option, value) == 0:
+        raise OptionError(f"{option}=0 must be at least 1: {meaning}.")

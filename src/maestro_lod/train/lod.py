@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from maestro_lod.errors import (
 )
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import activated, require_low_rank
+from maestro_lod.train.budget import Budget
 from maestro_lod.train.penalty import prox_layers_, weighted_group_lasso
 from maestro_lod.train.sampling import RankSampler
 from maestro_lod.train.shrink import cut, ranks_above, require_optimizer
@@ -54,6 +55,11 @@ class LoD:
     trains the sampled pass on its predictions: both go through `backward`. `ema` is an averaged
     copy that shrinks along. `example` is an input of the model for the ledger's MACs; without one
     the first batch is looked at, unless the model is compiled.
+
+    `budget={"params": 0.2}` (or "macs"; a share of dense or a count) steers λ instead, in proximal
+    mode, so that the deployed model ends within the budget and close to it; from then on there is
+    no penalty and the weights heal. "steps" in it says by which optimizer step it should fit; else
+    the first epoch is trained without pressure and tells how long eight epochs are.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class LoD:
         distill: bool = False,
         ema: AveragedModel | None = None,
         example: Example | None = None,
+        budget: Mapping[str, float] | None = None,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise LayerError(
@@ -80,16 +87,22 @@ class LoD:
             )
         if distill and not full_pass:
             raise OptionError("distill=True needs the full pass as its teacher: full_pass=True.")
+        if budget is not None and (penalty or not shrink):
+            raise OptionError(
+                "a budget steers the penalty itself and needs shrink=True: leave penalty= and "
+                "shrink= out."
+            )
         self.model: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         self.optimizer = optimizer
         self.penalty = require_nonnegative("penalty", penalty)
         self.threshold = require_nonnegative("threshold", threshold)
         self.min_rank = require_whole("min_rank", min_rank)
-        self.proximal, self.shrink, self.ema = proximal, shrink, ema
+        self.proximal, self.shrink, self.ema = proximal or budget is not None, shrink, ema
         self.full_pass, self.distill = full_pass, distill
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
         require_optimizer(self.model, optimizer)
         self.ledger = Ledger.of(self.model, example)
+        self.budget = None if budget is None else Budget.of(budget, self.model, self.ledger)
         self.epoch = 0
         self._layers = require_low_rank(self.model)
         self._steps = self._forwards = 0  # in this epoch
@@ -100,7 +113,7 @@ class LoD:
         self._warned_of_floor = False
         if example is None:
             self._watch_for_example()
-        if proximal:
+        if self.proximal:
             self._watch_optimizer()
 
     @property
@@ -203,6 +216,8 @@ class LoD:
                 f"would be left. Lower penalty={self.penalty} or set min_rank=1."
             )
         self._measure_from_first_batch()
+        if self.budget is not None:
+            keep = self.budget.end_epoch(self.model, self.ledger, self._steps) or keep
         probabilities = self.sampler.probabilities()
         cost = self.ledger.epoch_cost(self.model, probabilities, full_pass=self.full_pass)
         lost = cut(self.model, keep, self.optimizer, self.ema) if self.shrink else {}
@@ -265,6 +280,9 @@ class LoD:
         self.optimizer.register_step_post_hook(after_step)
 
     def _proximal_step(self) -> None:
+        if self.budget is not None and not self.budget.landed:
+            self.budget.after_step(self.model, self.ledger)
+            self.penalty = self.budget.penalty
         if self.penalty == 0.0:
             return
         rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
@@ -291,6 +309,7 @@ class LoD:
             "forwards": self._forwards,
             "sampler": self.sampler.state_dict(),
             "ledger": self.ledger.state_dict(),
+            "budget": None if self.budget is None else self.budget.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -305,6 +324,8 @@ class LoD:
         require_optimizer(self.model, self.optimizer)
         self.sampler.load_state_dict(state["sampler"])
         self.ledger.load_state_dict(state["ledger"])
+        if self.budget is not None and state.get("budget") is not None:
+            self.budget.load_state_dict(state["budget"])
         self.epoch, self.penalty = int(state["epoch"]), float(state["penalty"])
         self._steps, self._forwards = int(state["steps"]), int(state["forwards"])
 
