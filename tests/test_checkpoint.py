@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import pickle
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import maestro_lod as lod
 from maestro_lod import checkpoint
+from maestro_lod.checkpoint import load_state, save_state
 from maestro_lod.errors import CheckpointError, LayerError, MaestroError, RankError
 from maestro_lod.layers import LowRank
 from maestro_lod.tasks.models import LeNet
@@ -272,55 +276,34 @@ def test_bytes_behind_the_wanted_ranks_are_not_looked_at(path: Path) -> None:
     assert lod.load(path, into=net())[5].u.isnan().any(), "the damage was not where it should be"
 
 
-class Counting:
-    """Wraps an open safetensors file and counts the bytes that are taken out of it."""
+def bytes_read_by(action: Callable[[], object]) -> int:
+    """Count what the process asks the system to read, headers and all."""
 
-    def __init__(self, file: Any, taken: dict[str, int]) -> None:
-        self._file, self._taken = file, taken
+    def so_far() -> int:
+        fields = Path("/proc/self/io").read_text().split()
+        return int(fields[fields.index("rchar:") + 1])
 
-    def __enter__(self) -> Counting:
-        return Counting(self._file.__enter__(), self._taken)
-
-    def __exit__(self, *error: object) -> Any:
-        return self._file.__exit__(*error)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def _count(self, key: str, tensor: Tensor) -> Tensor:
-        self._taken[key] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    def get_tensor(self, key: str) -> Tensor:
-        return self._count(key, self._file.get_tensor(key))
-
-    def get_slice(self, key: str) -> Any:
-        outer, inner = self, self._file.get_slice(key)
-
-        class Slice:
-            def get_shape(self) -> list[int]:
-                return inner.get_shape()
-
-            def __getitem__(self, index: Any) -> Tensor:
-                return outer._count(key, inner[index])
-
-        return Slice()
+    before = so_far()
+    looking = so_far() - before
+    before = so_far()
+    action()
+    return so_far() - before - looking
 
 
-def test_a_partial_load_takes_only_its_share_of_the_bytes(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only Linux counts bytes read")
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.25, 0.1, 0.02])
+def test_a_partial_load_reads_little_more_than_the_bytes_of_what_it_returns(
+    share: float, path: Path
 ) -> None:
-    model = trained_net()
-    lod.save(model, path)
-    taken: dict[str, int] = {}
-    monkeypatch.setattr(
-        checkpoint, "safe_open", lambda *a, **k: Counting(safe_open(*a, **k), taken)
-    )
-    lod.load(path, into=net(), ranks=1)
-    for name in LAYERS:
-        layer = model.get_submodule(name)
-        assert taken[f"{name}.u"] == layer.u[:, :1].numel() * 4
-        assert taken[f"{name}.v"] == layer.v[:1].numel() * 4
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 96, 5), nn.Flatten(), nn.Linear(1536, 512))
+
+    lod.save(lod.decompose(wide()), path)
+    into = wide()
+    read = bytes_read_by(lambda: lod.load(path, into=into, ranks=share))
+    submodel = sum(p.numel() * p.element_size() for p in into.parameters())
+    assert submodel <= read <= 1.1 * submodel + 2048  # the header's part shows in tiny models
+    assert read < 1.1 * path.stat().st_size * share + 50_000
 
 
 @pytest.mark.parametrize(
@@ -592,3 +575,281 @@ def test_the_inside_of_a_layer_may_be_named_like_a_factor(path: Path) -> None:
     into.other.u.data.zero_()
     lod.load(path, into=into, ranks=1)
     assert torch.equal(into.other.u, model.other.u)
+
+
+# -- training state ----------------------------------------------------------------------------
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal in dtype, shape and every bit, NaN and the sign of zero included."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    first, second = (t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (one, other))
+    return torch.equal(first, second)
+
+
+def assert_returned(value: Any, found: Any) -> None:
+    """The same through all levels, types of keys and numbers included; tuples became lists."""
+    if isinstance(value, Tensor):
+        assert same_bits(value, found)
+    elif isinstance(value, dict):
+        keys = [(type(key), key) for key in value]
+        assert type(found) is dict and [(type(key), key) for key in found] == keys
+        for key in value:
+            assert_returned(value[key], found[key])
+    elif isinstance(value, list | tuple):
+        assert type(found) is list and len(found) == len(value)
+        for one, other in zip(value, found, strict=True):
+            assert_returned(one, other)
+    else:
+        assert type(found) is type(value)
+        assert found == value or (math.isnan(found) and math.isnan(value))
+        if isinstance(value, float):
+            assert math.copysign(1, found) == math.copysign(1, value)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """A tensor of any dtype, from random bits, in any memory layout."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 3), max_size=4))
+    size = math.prod(shape) * dtype.itemsize
+    bits = torch.randint(256, (size,), generator=torch.Generator().manual_seed(size))
+    bits = bits % 2 if dtype == torch.bool else bits
+    tensor = bits.to(torch.uint8).view(dtype).view(shape)
+    tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+    if shape and draw(st.booleans()):
+        tensor = tensor[::2]
+    if draw(st.booleans()):
+        tensor = tensor.expand(2, *tensor.shape)
+    return tensor
+
+
+KEYS = st.text(max_size=4) | st.integers() | st.none() | st.booleans()
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
+STATES = st.recursive(
+    SCALARS | tensors(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=2).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(STATES)
+def test_a_state_returns_bit_for_bit(state: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save_state(state, Path(folder) / "state")
+        assert_returned(state, load_state(str(Path(folder) / "state")))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        math.inf, -math.inf, math.nan, 1e-320, 0.1, -0.0, 2**80, -(2**80), True, None, "", "λ\n\0",
+        {}, [], (), {0: {1: {}}}, {"tensor": "0", "mapping": [[1, 2]], "order": [0]},
+        {None: 1, 1: 2, "1": 3, 0.5: 4}, [[], {}, [None]], torch.zeros(()), torch.zeros(0, 3),
+        torch.tensor([math.nan, -0.0, 1e-45, math.inf]), nn.Parameter(torch.ones(2)),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_awkward_values_return(value: Any, path: Path) -> None:
+    for state in (value, {"in": [value]}):
+        save_state(state, path)
+        assert_returned(state, load_state(path))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0), (1, 0, 3, 2)], ids=str)
+def test_the_memory_layout_returns(order: tuple[int, ...], path: Path) -> None:
+    """Fused optimizers take the state of a weight to lie in memory as the weight does."""
+    tensor = torch.randn(2, 3, 4, 5).permute(order)
+    save_state(tensor, path)
+    found = load_state(path)
+    assert same_bits(tensor, found) and found.stride() == tensor.stride()
+
+
+def test_tensors_that_share_memory_return_whole_and_apart(path: Path) -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    state = {"whole": whole, "again": whole, "row": whole[1], "column": whole[:, 2], "t": whole.t()}
+    save_state(state, path)
+    found = load_state(path)
+    assert_returned(state, found)
+    found["whole"].zero_()
+    assert torch.equal(found["again"], whole) and torch.equal(found["row"], whole[1])
+
+
+def test_tensors_return_without_their_graph_and_are_not_changed(path: Path) -> None:
+    weight = nn.Parameter(torch.randn(3, 3))
+    product, strided = weight @ weight, torch.randn(4, 4)[::2, ::2]
+    before = strided.clone()
+    save_state([weight, product, strided], path)
+    assert weight.requires_grad and product.grad_fn is not None
+    assert torch.equal(strided, before) and strided.stride() == (8, 2)
+    assert not any(tensor.requires_grad for tensor in load_state(path))
+
+
+def test_a_loaded_state_does_not_hang_on_its_file(path: Path) -> None:
+    save_state(torch.ones(1000), path)
+    found = load_state(path)
+    save_state(torch.zeros(1000), path)
+    path.write_bytes(b"")
+    assert found.sum() == 1000
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adagrad"])
+def test_states_of_optimizers_and_models_return(name: str, path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = net()
+        kinds: dict[str, Any] = {
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            "adam": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+            "adagrad": lambda p: torch.optim.Adagrad(p, lr=torch.tensor(0.1)),
+        }
+        return model, kinds[name](model.parameters())
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(X)).square().mean().backward()
+        optimizer.step()
+
+    first, second = build(), build()
+    train(*first)
+    save_state([part.state_dict() for part in first], path)
+    for part, state in zip(second, load_state(path), strict=True):
+        part.load_state_dict(state)
+    for parts in (first, second):
+        train(*parts)
+    for key, value in first[0].state_dict().items():
+        assert same_bits(value, second[0].state_dict()[key]), key
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({1, 2}, "a set cannot be saved without pickle"),
+        (b"bytes", "a bytes cannot"),
+        (torch.float32, r"a dtype .*torch\.float32"),
+        (1j, "a complex cannot"),
+        (object(), "a object cannot"),
+        (lambda: 0, "a function cannot"),
+        ({(1, 2): 3}, r"a tuple .*\(1, 2\)"),
+        ({frozenset(): 3}, "a frozenset cannot"),
+        (torch.eye(3).to_sparse(), "a torch.sparse_coo tensor cannot"),
+        (torch.zeros(2, dtype=torch.complex128), "complex128"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_what_cannot_be_stored_is_refused_and_leaves_the_old_file(
+    value: Any, words: str, path: Path
+) -> None:
+    save_state({"old": 1}, path)
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match=words) as caught:
+        save_state({"good": torch.ones(2), "bad": [value]}, path)
+    assert "\n" not in str(caught.value)
+    assert path.read_bytes() == before
+    assert files(path.parent) == [path.name]
+
+
+def test_a_failing_write_of_a_state_leaves_the_old_file_and_nothing_else(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_state({"old": torch.ones(3)}, path)
+    before = path.read_bytes()
+
+    def half_written(tensors: Any, name: Any, metadata: Any = None) -> None:
+        Path(name).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint, "save_file", half_written)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*disk full"):
+        save_state({"new": torch.zeros(3)}, path)
+    assert path.read_bytes() == before
+    assert files(path.parent) == [path.name]
+
+
+def test_neither_saving_nor_loading_a_state_pickles(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("pickle was used")
+
+    for module, names in (
+        (pickle, ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")),
+        (torch, ("save", "load")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+    save_state({"a": [torch.ones(2), 1]}, path)
+    assert torch.equal(load_state(path)["a"][0], torch.ones(2))
+
+
+def described(text: str | None) -> Callable[[Path], None]:
+    """Change what the header says about the state."""
+    return lambda path: rewrite(path, {"state": text})
+
+
+STATE_DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (cut_short, "damaged"),
+    "truncated header": (cut_in_the_header, "damaged"),
+    "empty": (empty, "damaged"),
+    "noise": (noise, "damaged"),
+    "pickle": (pickled, "damaged"),
+    "missing": (missing, "does not exist"),
+    "folder": (a_folder, "damaged"),
+    "foreign": (lambda p: save_file(net().state_dict(), p), "not written by save_state"),
+    "foreign metadata": (
+        lambda p: save_file(net().state_dict(), p, metadata={"format": "pt"}),
+        "not written by save_state",
+    ),
+    "a model": (lambda p: lod.save(trained_net(), p), "not written by save_state"),
+    "another version": (
+        lambda p: rewrite(p, {"format": "maestro-lod training state 9"}),
+        "not written by save_state",
+    ),
+    "no description": (described(None), "damaged"),
+    "no JSON": (described("{"), "damaged"),
+    "unknown thing": (described('{"other": 1}'), "damaged"),
+    "no pairs": (described('{"mapping": [1, 2]}'), "damaged"),
+    "uneven pairs": (described('{"mapping": [[1, 2, 3]]}'), "damaged"),
+    "a list as key": (described('{"mapping": [[[1], 2]]}'), "damaged"),
+    "no tensor of this name": (described('{"tensor": "7", "order": [0]}'), "damaged"),
+    "a name that is no text": (described('{"tensor": 0, "order": [0]}'), "damaged"),
+    "no order": (described('{"tensor": "0"}'), "damaged"),
+    "an order of other length": (described('{"tensor": "0", "order": [1, 0, 2, 3]}'), "damaged"),
+    "an order that is none": (described('{"tensor": "0", "order": [null, "a"]}'), "damaged"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), STATE_DAMAGE.values(), ids=STATE_DAMAGE)
+def test_a_damaged_or_foreign_state_is_refused(
+    damage: Callable[[Path], None], words: str, path: Path
+) -> None:
+    save_state({"weight": torch.randn(9, 9), "more": [torch.ones(3)]}, path)
+    damage(path)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load_state(path)
+    assert path.name in str(caught.value)
+
+
+def test_a_state_cut_anywhere_is_refused(path: Path) -> None:
+    save_state({"a": torch.arange(5), "b": [1.5, "text"]}, path)
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match="damaged"):
+            load_state(path)
+
+
+def test_a_state_is_not_taken_for_a_model(path: Path) -> None:
+    save_state(trained_net().state_dict(), path)
+    with pytest.raises(CheckpointError, match=r"not written by maestro_lod\.save"):
+        lod.load(path, into=net())

@@ -249,3 +249,27 @@ def test_recomputed_forwards_see_the_same_ranks_when_backward_is_covered(reentra
         expected = torch.autograd.grad(model(x).square().sum(), model[0].u)[0]
         checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
     torch.testing.assert_close(model[0].u.grad, expected)
+
+
+def test_set_ranks_stays_until_it_is_set_again(snapshot):
+    model = lod.decompose(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)))
+    x, before = torch.randn(3, 8), snapshot(model)
+    full = model(x)
+    with lod.at_ranks(model, {"0": 2, "1": 3}):
+        small = model(x)
+    lod.set_ranks(model, {"0": 2, "1": 3})
+    assert torch.equal(model(x), small)
+    lod.set_ranks(model, {"1": 3})  # what is not named uses all its ranks
+    assert [m.active_rank for m in model] == [6, 3]
+    lod.set_ranks(model, None)
+    assert torch.equal(model(x), full)
+    before.assert_unchanged(model)
+
+
+@pytest.mark.parametrize("given", [{"2": 1}, {"0": 7}, {"0": -1}, 1.5, {"0": True}])
+def test_set_ranks_refuses_all_or_nothing(given):
+    model = lod.decompose(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)))
+    lod.set_ranks(model, {"0": 2})
+    with pytest.raises(lod.MaestroError):
+        lod.set_ranks(model, {"1": 1, **given} if isinstance(given, dict) else given)
+    assert [m.active_rank for m in model] == [2, 4]

@@ -3,7 +3,7 @@
 from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import summary
 from maestro_lod.errors import MaestroError
-from maestro_lod.layers.ranks import at_ranks, ranks
+from maestro_lod.layers.ranks import at_ranks, ranks, set_ranks
 from maestro_lod.plan import survey
 from maestro_lod.surgery import decompose, extract, fuse
 from maestro_lod.train.fit import fit
@@ -27,6 +27,7 @@ __all__ = [
     "prox_group_lasso_",
     "ranks",
     "save",
+    "set_ranks",
     "shrink",
     "summary",
     "survey",

@@ -8,9 +8,11 @@ are low-rank; tensors that share memory are stored once.
 from __future__ import annotations
 
 import json
+import math
 import os
+import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,13 +218,11 @@ def _load(file: Any, path: Path, into: nn.Module, ranks: Ranks | None) -> nn.Mod
     full = {name: (stored[name], m.full_rank) for name, m in low_rank_layers(rehearsal).items()}
     chosen = stored | (resolve(ranks, full) if ranks is not None else {})
     state: dict[str, Tensor] = {}
-    for key in file.keys():  # noqa: SIM118
-        name, _, last = key.rpartition(".")
-        if name in chosen and last in ("u", "v"):
-            part = file.get_slice(key)[: chosen[name]]
-            state[key] = part.transpose(0, 1) if last == "u" else part
-        else:
-            state[key] = file.get_tensor(key)
+    for key, value in _read(
+        path, {f"{n}.{f}".lstrip("."): chosen[n] for n in chosen for f in "uv"}
+    ):
+        is_u = key.rpartition(".")[0] in chosen and key.rpartition(".")[2] == "u"
+        state[key] = value.transpose(0, 1) if is_u else value
     state |= {alias: state[key] for alias, key in aliases.items()}
     try:
         rehearsal.load_state_dict({key: value.to("meta") for key, value in state.items()})
@@ -231,6 +231,42 @@ def _load(file: Any, path: Path, into: nn.Module, ranks: Ranks | None) -> nn.Mod
     model = _restructured(into, structure, path)
     model.load_state_dict(state)
     return model
+
+
+def _read(path: Path, rows: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """Read all tensors of a safetensors file, some of them only up to so many rows.
+
+    By plain reads of exactly those bytes: a memory map would bring in whole pages and more.
+    """
+    with path.open("rb", buffering=0) as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        for key, entry in header.items():
+            if key == "__metadata__":
+                continue
+            dtype, shape = _DTYPE[entry["dtype"]], list(entry["shape"])
+            if key in rows:
+                shape[0] = min(shape[0], rows[key])
+            raw = bytearray(math.prod(shape) * dtype.itemsize)
+            file.seek(8 + length + entry["data_offsets"][0])
+            if file.readinto(raw) != len(raw):
+                raise OSError(f"the file ends within {key}")
+            yield (
+                key,
+                torch.frombuffer(raw, dtype=dtype).view(shape)
+                if raw
+                else torch.empty(shape, dtype=dtype),
+            )
+
+
+_DTYPE = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "U16": torch.uint16, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64,
+    "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F64": torch.float64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""What safetensors calls torch's dtypes."""
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,21 @@ def at_ranks(model: nn.Module, given: Ranks) -> Iterator[nn.Module]:
         yield model
 
 
+def set_ranks(model: nn.Module, given: Ranks | None) -> None:
+    """Run the submodel at these ranks from now on, in place and without a copy; None: all ranks.
+
+    Nothing is computed or moved, so a server can change its size between two requests. Layers that
+    are not named use all their ranks.
+    """
+    layers = require_low_rank(model)
+    chosen: dict[str, int] = {}
+    if given is not None:
+        limits = {name: (layer.rank, layer.full_rank) for name, layer in layers.items()}
+        chosen = resolve(given, limits)
+    for name, layer in layers.items():
+        layer.activate(chosen.get(name))
+
+
 @contextmanager
 def activated(active: Mapping[LowRank, int]) -> Iterator[None]:
     """Set the active ranks of some layers for the `with` block, then restore them."""
