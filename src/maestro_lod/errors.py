@@ -30,6 +30,10 @@ class CheckpointError(MaestroError, RuntimeError):
     """A file that is damaged, foreign, or of another model."""
 
 
+class DataError(MaestroError, RuntimeError):
+    """Data that is missing, damaged, or not what its name says."""
+
+
 def listed(names: Iterable[str], most: int = 6) -> str:
     """Join names for a message; a long list is cut and counted, the model itself is spelled out."""
     shown = [name or "(the model itself)" for name in names]
