@@ -1,7 +1,35 @@
-"""The models of the paper."""
+"""The models of the paper, and smaller ones of the same structure."""
+
+from collections.abc import Callable
+
+from torch import nn
 
 from maestro_lod.tasks.models.lenet import LeNet
-from maestro_lod.tasks.models.resnet import ResNet, resnet18, resnet50
-from maestro_lod.tasks.models.vgg import VGG19
+from maestro_lod.tasks.models.resnet import ResNet, resnet18, resnet18_small, resnet50
+from maestro_lod.tasks.models.transformer import Transformer, transformer_small
+from maestro_lod.tasks.models.vgg import VGG19, vgg19_small
 
-__all__ = ["VGG19", "LeNet", "ResNet", "resnet18", "resnet50"]
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "lenet": LeNet,
+    "resnet18": resnet18,
+    "resnet18_small": resnet18_small,
+    "resnet50": resnet50,
+    "vgg19": VGG19,
+    "vgg19_small": vgg19_small,
+    "transformer": Transformer,
+    "transformer_small": transformer_small,
+}
+"""By the name that a recipe gives."""
+
+__all__ = [
+    "MODELS",
+    "VGG19",
+    "LeNet",
+    "ResNet",
+    "Transformer",
+    "resnet18",
+    "resnet18_small",
+    "resnet50",
+    "transformer_small",
+    "vgg19_small",
+]

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-_STAGES = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
+_STAGES = ((1, 1), (2, 2), (4,) * 4, (8,) * 4, (8,) * 4)  # multiples of the first width
 
 
 class VGG19(nn.Module):
-    """20,035,018 parameters and 398,136,320 MACs; four max-pools and an average pool."""
+    """20,035,018 parameters and 398,136,320 MACs; four max-pools and an average pool.
 
-    def __init__(self, classes: int = 10) -> None:
+    `width` is that of the first stage; the others have 2, 4, 8 and 8 times as many channels.
+    """
+
+    def __init__(self, classes: int = 10, width: int = 64) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         into = 3
-        for i, widths in enumerate(_STAGES):
-            for width in widths:
-                conv = nn.Conv2d(into, width, 3, padding=1, bias=False)
-                layers += [conv, nn.BatchNorm2d(width), nn.ReLU()]
-                into = width
+        for i, multiples in enumerate(_STAGES):
+            for multiple in multiples:
+                out = width * multiple
+                conv = nn.Conv2d(into, out, 3, padding=1, bias=False)
+                layers += [conv, nn.BatchNorm2d(out), nn.ReLU()]
+                into = out
             layers.append(nn.AvgPool2d(2) if i == len(_STAGES) - 1 else nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(into, classes)
@@ -29,3 +33,8 @@ class VGG19(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.fc(self.features(x).flatten(1))
         return logits
+
+
+def vgg19_small(classes: int = 10) -> VGG19:
+    """VGG-19 that trains on two CPU cores, width 16: 1,255,546 parameters and 25,216,256 MACs."""
+    return VGG19(classes, width=16)
