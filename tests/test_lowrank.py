@@ -186,7 +186,7 @@ def test_truncation_keeps_the_leading_singular_directions_of_every_group(
             assert_near(layer(case.x), expected, 1e-12, scale)
             assert_near(stored(case.x), expected, 1e-12, scale)
     torch.testing.assert_close(layer.weight, weight)
-    for plain in (layer.dense(b), layer.factored(b), layer.plain(b)):
+    for plain in (layer.dense(b), layer.factored(b)):
         assert_near(plain(case.x), expected, 1e-12, scale)
 
 
@@ -285,8 +285,6 @@ def test_positions_are_where_the_weight_is_applied(kind: str, data: st.DataObjec
 def test_dense_is_cheaper_only_strictly_above_break_even(rank: int, dense_is_cheaper: bool) -> None:
     layer = LowRankLinear.from_dense(nn.Linear(12, 12), 12)  # 144 = 6 · (12 + 12)
     assert layer.dense_is_cheaper(rank) is dense_is_cheaper
-    plain = layer.plain(rank)
-    assert type(plain) is (nn.Linear if dense_is_cheaper else nn.Sequential)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +322,7 @@ def test_rank_zero_gives_the_bias_in_the_right_shape(
     assert all(p.grad is not None and not p.grad.any() for p in (layer.u, layer.v))
     assert layer.active_rank == 0
     assert not layer.weight.any() and layer.weight.shape == dense.weight.shape
-    for plain in (layer.dense(0), layer.factored(0), layer.plain(0)):
+    for plain in (layer.dense(0), layer.factored(0)):
         torch.testing.assert_close(plain(x), dense(x), rtol=0, atol=0)
 
 

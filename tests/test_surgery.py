@@ -283,11 +283,15 @@ def test_a_dense_model_cannot_be_fused_or_extracted(
         function(three_linears())
 
 
-def test_fuse_by_something_unknown_is_refused(snapshot: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.parametrize("function", [lod.extract, lod.fuse])
+@pytest.mark.parametrize("by", ["latency", None, 3])
+def test_deciding_by_something_unknown_is_refused(
+    function: Callable[..., nn.Module], by: Any, snapshot: Callable[[nn.Module], Any]
+) -> None:
     model = lod.decompose(three_linears())
     before = snapshot(model)
-    with pytest.raises(OptionError, match=r"by='latency'.*'params' or 'macs'"):
-        lod.fuse(model, by="latency")
+    with pytest.raises(OptionError, match=rf"by={by!r}.*'params' or 'macs'.*by=lod.latency"):
+        function(model, by=by)
     before.assert_unchanged(model)
 
 
@@ -672,6 +676,64 @@ def test_fuse_makes_dense_what_is_cheaper_dense_and_nothing_else(by: str) -> Non
     assert kinds == [LowRankConv, nn.Conv2d, type(kept), nn.Linear]
     assert model[5] is kept
     torch.testing.assert_close(model(x), expected, **CLOSE)
+
+
+class Fixed:
+    """A measurement that names the layers that are better dense, and notes what it was asked."""
+
+    def __init__(self, *dense: str) -> None:
+        self.dense = dense
+        self.asked: dict[str, int] = {}
+
+    def choose(self, name: str, rank: int) -> str:
+        self.asked[name] = rank
+        return "dense" if name in self.dense else "factored"
+
+
+@pytest.mark.parametrize("dense", [(), ("0",), ("4", "7"), NAMES])
+def test_fuse_and_extract_do_what_a_measurement_says(dense: tuple[str, ...]) -> None:
+    model, x = lod.decompose(small_net()).eval(), torch.randn(X)
+    chosen = {"0": 8, "4": 3, "5": 12, "7": 1}  # some above break-even, some below
+    by = Fixed(*dense)
+    plain = lod.extract(model, {"4": 3, "7": 1}, by=by)
+    assert by.asked == chosen
+    pairs = [name for name in NAMES if isinstance(plain.get_submodule(name), nn.Sequential)]
+    assert pairs == [name for name in NAMES if name not in dense]
+    with lod.at_ranks(model, chosen):
+        torch.testing.assert_close(plain(x), model(x), **CLOSE)
+    expected = model(x)
+    fused = lod.fuse(model, by=by)
+    assert by.asked == FULL
+    assert low_rank_names(fused) == pairs
+    torch.testing.assert_close(fused(x), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("by", ["params", "macs", Fixed()])
+def test_what_has_no_factored_form_becomes_dense_whatever_is_said(by: Any) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ConvTranspose1d(8, 8, 4, 2)
+            self.recurrent = nn.GRU(8, 16, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            up = self.up(x, output_size=[21])
+            return self.recurrent(up.mT)[0]
+
+    model, x = lod.decompose(Both(), ranks=2).eval(), torch.randn(2, 8, 9)
+    expected = model(x)
+    plain = lod.extract(model, by=by)
+    assert (type(plain.up), type(plain.recurrent)) == (nn.ConvTranspose1d, nn.GRU)
+    torch.testing.assert_close(plain(x), expected, **CLOSE)
+
+
+def test_extract_by_macs_makes_look_ups_dense() -> None:
+    model = lod.decompose(nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16)), ranks=2)
+    kinds = {by: [type(m) for m in lod.extract(model, by=by)] for by in ("params", "macs")}
+    assert kinds == {
+        "params": [nn.Sequential, nn.Sequential],
+        "macs": [nn.Embedding, nn.Sequential],
+    }
 
 
 def test_fuse_leaves_a_tie_factored() -> None:

@@ -2,6 +2,8 @@
 
 from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import summary
+from maestro_lod.deploy.export import export, rebuild
+from maestro_lod.deploy.latency import latency, round_ranks
 from maestro_lod.errors import MaestroError
 from maestro_lod.layers.ranks import at_ranks, ranks, set_ranks
 from maestro_lod.plan import survey
@@ -18,14 +20,18 @@ __all__ = [
     "RankSampler",
     "at_ranks",
     "decompose",
+    "export",
     "extract",
     "fit",
     "fuse",
     "group_lasso",
     "importance",
+    "latency",
     "load",
     "prox_group_lasso_",
     "ranks",
+    "rebuild",
+    "round_ranks",
     "save",
     "set_ranks",
     "shrink",

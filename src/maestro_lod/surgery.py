@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,11 @@ from maestro_lod.errors import LayerError, OptionError
 from maestro_lod.layers import (
     Attention,
     LowRank,
+    LowRankConvTranspose,
     LowRankEmbedding,
+    LowRankLinear,
+    LowRankMatrix,
+    LowRankTransposedLinear,
     Recurrent,
     SharedHead,
     low_rank_type,
@@ -31,6 +35,18 @@ _HOOK_FLAGS = (
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
     "_is_full_backward_hook",
 )  # fmt: skip
+
+Form: TypeAlias = Literal["dense", "factored"]
+
+
+class Chooser(Protocol):
+    """Anything that says which form of a layer is better at a rank; `latency` returns one."""
+
+    def choose(self, name: str, rank: int) -> Form:
+        """Return the better form of the layer of this name at this rank."""
+
+
+By: TypeAlias = Literal["params", "macs"] | Chooser
 
 
 def decompose(
@@ -113,25 +129,21 @@ def switch_off_fast_paths(model: nn.Module) -> None:
             module.enable_nested_tensor = module.use_nested_tensor = False
 
 
-def fuse(model: nn.Module, *, by: Literal["params", "macs"] = "params") -> nn.Module:
-    """Turn low-rank layers back to dense wherever that is cheaper, in place; outputs are unchanged.
+def fuse(model: nn.Module, *, by: By = "params") -> nn.Module:
+    """Turn low-rank layers back to dense wherever that is better, in place; outputs are unchanged.
 
     A layer becomes dense iff m·n < r·(m+n). Both factors of a layer run at the same positions, so
     parameters and MACs agree on this, except for embeddings and recurrent layers, which are no
-    cheaper to run factored: by "macs" they become dense. Meant for the end of training: an
-    optimizer that holds the factors does not follow.
+    cheaper to run factored: by "macs" they become dense. `by=lod.latency(model, example)` decides
+    by what was measured on this machine instead. Meant for the end of training: an optimizer that
+    holds the factors does not follow.
     """
-    if by not in ("params", "macs"):
-        raise OptionError(f"by={by!r} is not known. Choose 'params' or 'macs'.")
+    layers = require_low_rank(model)
     new: dict[int, nn.Module] = {}
-    shared = {id(m.embedding) for m in model.modules() if isinstance(m, SharedHead)}
-    for layer in require_low_rank(model).values():
-        cheaper = layer.dense_is_cheaper(by=by)
-        if by == "macs" and id(layer) in shared:  # the head has to be paid for too
-            cheaper = layer.dense_weights < layer.macs(1) + layer.weights()
-        if cheaper:
-            new[id(layer)] = layer.dense()
-            hand_over(layer, new[id(layer)])
+    for name in _better_dense(model, {name: layer.rank for name, layer in layers.items()}, by):
+        layer = layers[name]
+        new[id(layer)] = layer.dense()
+        hand_over(layer, new[id(layer)])
     for module in model.modules():
         if isinstance(module, SharedHead) and id(module.embedding) in new:
             new[id(module)] = module.plain(new[id(module.embedding)])
@@ -142,6 +154,26 @@ def fuse(model: nn.Module, *, by: Literal["params", "macs"] = "params") -> nn.Mo
     return replace_modules(model, new)
 
 
+def _better_dense(model: nn.Module, ranks: Mapping[str, int], by: By) -> list[str]:
+    """Return the names of the layers that are better dense at these ranks."""
+    if by not in ("params", "macs") and not hasattr(by, "choose"):
+        raise OptionError(
+            f"by={by!r} is not known. Choose 'params' or 'macs', or give what was measured: "
+            "by=lod.latency(model, example)."
+        )
+    shared = {id(m.embedding) for m in model.modules() if isinstance(m, SharedHead)}
+
+    def better_dense(name: str, layer: LowRank) -> bool:
+        rank = ranks[name]
+        if not isinstance(by, str):
+            return by.choose(name, rank) == "dense"
+        if by == "macs" and id(layer) in shared:  # the head has to be paid for too
+            return layer.dense_weights < layer.macs(1, rank) + layer.weights(rank)
+        return layer.dense_is_cheaper(rank, by=by)
+
+    return [name for name, layer in require_low_rank(model).items() if better_dense(name, layer)]
+
+
 def _closed(module: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module | None:
     """Return an opened layer as torch has it, if all its parts are dense after a replacement."""
     if not isinstance(module, Attention | Recurrent):
@@ -149,11 +181,11 @@ def _closed(module: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module | None
     return module.closed({key: new.get(id(part), part) for key, part in module.named_children()})
 
 
-def extract(model: nn.Module, ranks: Ranks | None = None) -> nn.Module:
+def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") -> nn.Module:
     """Return a deep copy made of plain `nn` layers at these ranks; the model is untouched.
 
-    A layer becomes one dense layer where that is cheaper (see `fuse`), else a `Sequential` of two;
-    a recurrent layer is always torch's own, and so is attention where all its projections are
+    A layer becomes one dense layer where that is better (`by` as in `fuse`), else a `Sequential` of
+    two; a recurrent layer is always torch's own, and so is attention where all its projections are
     dense. Layers that `ranks` does not name keep their stored rank; rank 0 becomes one rank of
     zeros, since no plain layer has none. Hooks are left out, except those by which torch computes
     weights (weight norm and the like). The copy runs and pickles without this library, except
@@ -161,14 +193,13 @@ def extract(model: nn.Module, ranks: Ranks | None = None) -> nn.Module:
     in a file of its own that needs torch alone.
     """
     layers = require_low_rank(model)
+    chosen = resolve_for(model, ranks)
+    dense = set(_better_dense(model, chosen, by))
     memo: dict[int, Any] = {}
-    for name, rank in resolve_for(model, ranks).items():
+    for name, rank in chosen.items():
         layer = layers[name]
-        plain = memo[id(layer)] = layer.plain(rank)
+        plain = memo[id(layer)] = plain_form(layer, rank, "dense" if name in dense else "factored")
         last = plain[-1] if isinstance(plain, nn.Sequential) else plain
-        if last is not plain:
-            for key in layer.options:
-                setattr(plain, key, getattr(layer, key))
         if layer.bias is not None:  # a bias that layers share stays shared
             last.bias = memo.setdefault(id(layer.bias), last.bias)
     for module in model.modules():
@@ -185,6 +216,25 @@ def extract(model: nn.Module, ranks: Ranks | None = None) -> nn.Module:
         elif (closed := _closed(module, memo)) is not None:
             memo[id(module)] = closed
     return copy_without_hooks(model, memo)
+
+
+def has_factored_form(layer: LowRank) -> bool:
+    """Say whether plain layers can do what the factors do; torch's recurrent kernels cannot."""
+    if isinstance(layer, LowRankConvTranspose) and layer.called_with_output_size:
+        return False
+    return not isinstance(layer, LowRankMatrix)
+
+
+def plain_form(layer: LowRank, rank: int | None, form: Form) -> nn.Module:
+    """Return plain layers that compute what this one does at the rank, in a form it can have."""
+    if form == "factored" and has_factored_form(layer):
+        factors = layer.factored(rank)
+        for key in layer.options:  # code of a model may read them
+            setattr(factors, key, getattr(layer, key))
+        return factors
+    if isinstance(layer, LowRankTransposedLinear):  # torch's own layer instead of a foreign one
+        return LowRankLinear.dense(layer, rank)
+    return layer.dense(rank)
 
 
 def copy_without_hooks(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -107,6 +107,3 @@ class LowRankTransposedLinear(LowRankLinear):
         with torch.device("meta"):
             layer = self._dense_type(self.out_features, self.in_features)
         return with_parameters(layer, self, (u @ v).mT, bias=True)
-
-    def plain(self, rank: int | None = None) -> nn.Module:
-        return super().dense(rank) if self.dense_is_cheaper(rank) else self.factored(rank)

@@ -165,10 +165,6 @@ class LowRank(nn.Module):
             return self.groups * (positions + rank) * m * n
         return self.macs(positions, rank)
 
-    def plain(self, rank: int | None = None) -> nn.Module:
-        """Return the cheaper of the dense and the factored plain form."""
-        return self.dense(rank) if self.dense_is_cheaper(rank) else self.factored(rank)
-
     # -- the factors ---------------------------------------------------------------------------
 
     @classmethod

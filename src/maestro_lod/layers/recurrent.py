@@ -54,9 +54,6 @@ class LowRankMatrix(LowRank):
     def executed_macs(self, positions: int, rank: int) -> int:
         return (positions + rank) * self.dense_weights
 
-    def plain(self, rank: int | None = None) -> nn.Module:
-        return self.dense(rank)
-
     def dense(self, rank: int | None = None) -> nn.Module:
         u, v = self.truncated(rank)
         return Matrix(nn.Parameter(u @ v, self.u.requires_grad)).train(self.training)

@@ -1,0 +1,359 @@
+"""Extracted models as files that other programs run, each verified before it is there.
+
+.onnx           ONNX, for onnxruntime and everything else that reads it
+.pt2            torch.export, for torch and what is built on it
+.safetensors    tensors alone; `rebuild` puts them into the user's own model
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import logging
+import os
+import statistics
+import struct
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.utils._pytree import tree_leaves
+
+from maestro_lod.cost import Call, Example, count_params
+from maestro_lod.deploy import plain_file
+from maestro_lod.deploy.plain_file import rebuild
+from maestro_lod.deploy.trial import (
+    as_call,
+    batch_of,
+    device_of,
+    drawn_call,
+    evaluating,
+    interleaved,
+    run,
+)
+from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.surgery import extract
+
+__all__ = ["FORMATS", "INT8_TOLERANCE", "TOLERANCE", "Exported", "export", "opened", "rebuild"]
+
+FORMATS = ("onnx", "pt2", "safetensors")
+
+TOLERANCE = 1e-4
+"""How far the outputs of a file may be from the model's, relative to the largest of these. For
+half-precision models it is eight units in the last place instead, if that is more."""
+
+INT8_TOLERANCE = 0.2
+"""The same for files quantized to int8. They report their difference; beyond this it is garbage."""
+
+_ROUNDS = 9
+
+Runner = Callable[[Call], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that computes what the model does, and what it costs."""
+
+    path: Path
+    format: str
+    quantize: str | None
+    params: int
+    weight_bytes: int
+    """Parameters times the bytes of each, in the model."""
+    bytes: int
+    """The size of the file."""
+    difference: float
+    """The largest difference of an output to the model's, relative to the largest output."""
+    batch: int | None
+    """The one batch size that the file takes; None if it takes any."""
+    seconds: float
+    """The median time of one run at the example's batch size, by what runs the format."""
+    over_eager: float
+    """That time over the time of the model in eager torch, in the same rounds."""
+
+    @property
+    def size_ratio(self) -> float:
+        """The size of the file over that of the parameters alone."""
+        return self.bytes / max(self.weight_bytes, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {**asdict(self), "path": str(self.path), "size_ratio": self.size_ratio}
+
+    def __str__(self) -> str:
+        kind = self.format if self.quantize is None else f"{self.format} {self.quantize}"
+        batch = "any batch size" if self.batch is None else f"batch size {self.batch} only"
+        return (
+            f"{self.path}: {kind}, {self.params:,} params, {self.bytes:,} bytes "
+            f"({self.size_ratio:.2f}× the weights), max difference {self.difference:.1e}, "
+            f"{self.seconds * 1e3:.2f} ms ({self.over_eager:.2f}× eager), {batch}"
+        )
+
+
+def export(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    example: Example,
+    format: str | None = None,
+    quantize: Literal["int8"] | None = None,
+) -> Exported:
+    """Write a model to a file that was proven to compute the same; the model is untouched.
+
+    A low-rank model is extracted first, at its stored ranks. The format is that of the suffix:
+    ".onnx", ".pt2" or ".safetensors". Of the example's floats only the shapes count; whole numbers,
+    such as token ids, are used as they are. The leading dimension is the batch; files take any
+    batch size where the model can be traced so. `quantize="int8"`, for ONNX, stores weights in 8
+    bits and quantizes activations as they come.
+
+    The file is written beside its place, run on random inputs at two batch sizes and compared to
+    the model (see `TOLERANCE`), and only then put there: what fails leaves nothing behind.
+    """
+    path = Path(path)
+    format = _known_format(path, format)
+    if quantize not in (None, "int8") or (quantize and format != "onnx"):
+        raise OptionError(
+            f"quantize={quantize!r} is not there for {format}. Choose 'int8' with an .onnx file."
+        )
+    onnx_file = _onnx_file() if format == "onnx" else None
+    plain = extract(model) if low_rank_layers(model) else model
+    call, device = as_call(example), device_of(plain)
+    with _workplace(path) as temporary, evaluating(plain), torch.no_grad(), _quiet():
+        usual = drawn_call(call, device)
+        run(plain, usual)  # before anything else, for a clear error
+        batch: int | None = None
+        if format == "safetensors":
+            plain_file.write(plain, temporary)
+            runner = _reloaded(plain, temporary)
+        else:
+            program, batch = _traced(plain, call, device, format)
+            with _refusing(plain, format):
+                if onnx_file is not None:
+                    onnx_file.write(program, temporary, int8=quantize is not None)
+                else:
+                    _write_pt2(program, temporary)
+            runner = _opened(temporary, format)
+        size = batch_of(call)
+        calls = [usual]
+        if batch is None:
+            calls.append(drawn_call(call, device, batch=1 if size > 1 else 3))
+        limit = INT8_TOLERANCE if quantize else _tolerance(plain)
+        difference = _verified(plain, runner, calls, limit, path)
+        variants: dict[str, Callable[[], object]] = {"eager": lambda: run(plain, usual)}
+        if format != "safetensors":  # what is rebuilt is the model itself
+            variants["file"] = lambda: runner(usual)
+        with torch.inference_mode():
+            times = interleaved(variants, rounds=_ROUNDS)
+        os.replace(temporary, path)  # noqa: PTH105
+    seconds = times.get("file", times["eager"])
+    pairs = zip(seconds, times["eager"], strict=True)
+    return Exported(
+        path=path,
+        format=format,
+        quantize=quantize,
+        params=count_params(plain),
+        weight_bytes=sum(p.numel() * p.element_size() for p in plain.parameters()),
+        bytes=path.stat().st_size,
+        difference=difference,
+        batch=batch,
+        seconds=statistics.median(seconds),
+        over_eager=statistics.median(one / other for one, other in pairs),
+    )
+
+
+def opened(path: str | os.PathLike[str]) -> Runner:
+    """Return what runs an exported .onnx or .pt2 file: a call in, a list of tensors out."""
+    path = Path(path)
+    return _opened(path, _known_format(path, None))
+
+
+def _opened(path: Path, format: str) -> Runner:
+    if format == "onnx":
+        runner: Runner = _onnx_file().opened(path)
+        return runner
+    if format == "pt2":
+        module = torch.export.load(path).module()
+        return lambda call: _tensors(module(*call.args, **call.kwargs))
+    raise OptionError(f"{path} holds tensors and does not run. Use rebuild(path, into=model).")
+
+
+# -- formats -----------------------------------------------------------------------------------
+
+
+def _known_format(path: Path, format: str | None) -> str:
+    wanted = path.suffix.removeprefix(".") if format is None else format
+    if wanted not in FORMATS:
+        what = f"format {wanted!r}" if wanted else f"{path.name} without a suffix"
+        raise OptionError(
+            f"{what} is not known.{nearest(wanted, FORMATS)} Formats: {listed(FORMATS)}."
+        )
+    return wanted
+
+
+def _onnx_file() -> Any:
+    try:
+        return importlib.import_module("maestro_lod.deploy.onnx_file")
+    except ImportError as error:
+        raise OptionError(
+            f"ONNX files need {error.name}, which is not installed: "
+            "pip install 'maestro-lod[export]'."
+        ) from error
+
+
+def _traced(
+    model: nn.Module, call: Call, device: torch.device, format: str
+) -> tuple[ExportedProgram, int | None]:
+    """Trace a model for any batch size if it can be, else for the example's, which is returned."""
+    size = batch_of(call)
+    several = max(size, 2)  # tracing takes a batch of one for a constant
+    traced = drawn_call(call, device, batch=several)
+    batch, shapes = Dim("batch"), cast("Any", ShapesCollection)()
+    for tensor in _tensors((traced.args, traced.kwargs)):
+        if tensor.ndim and tensor.shape[0] == several:
+            shapes[tensor] = {0: batch}
+    try:
+        exported = torch.export.export(model, traced.args, traced.kwargs, dynamic_shapes=shapes)
+        return exported, None
+    except Exception:  # whatever torch says, the attempt at one size tells if it is the batch
+        traced = drawn_call(call, device)
+        with _refusing(model, format):
+            return torch.export.export(model, traced.args, traced.kwargs), size
+
+
+def _write_pt2(program: ExportedProgram, path: Path) -> None:
+    program.example_inputs = None
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:  # source lines and paths of this machine
+                for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
+                    node.meta.pop(key, None)
+    loose = io.BytesIO()
+    torch.export.save(program, loose)
+    # Pack it: texts compressed, all else as it was, data at multiples of 64 bytes.
+    with zipfile.ZipFile(loose) as source, zipfile.ZipFile(path, "w") as target:
+        for entry in source.infolist():
+            packed = zipfile.ZipInfo(entry.filename)
+            if entry.filename.endswith(".json"):
+                packed.compress_type = zipfile.ZIP_DEFLATED
+            else:
+                padding = -(target.start_dir + 30 + len(entry.filename.encode()) + 4) % 64
+                packed.extra = b"FB" + struct.pack("<H", padding) + bytes(padding)
+            target.writestr(packed, source.read(entry))
+
+
+def _reloaded(model: nn.Module, path: Path) -> Runner:
+    """Return a copy of the model whose state comes from the file and from nowhere else."""
+    twin = copy.deepcopy(model)
+    for tensor in twin.state_dict().values():
+        tensor.zero_()
+    twin.load_state_dict(plain_file.read_state(path))
+    return lambda call: _tensors(twin(*call.args, **call.kwargs))
+
+
+# -- verification ------------------------------------------------------------------------------
+
+
+def _verified(
+    model: nn.Module, runner: Runner, calls: list[Call], limit: float, path: Path
+) -> float:
+    """Return the largest difference between a file and its model, or refuse the file."""
+    worst = 0.0
+    for call in calls:
+        expected, got = _tensors(run(model, call)), runner(call)
+        where = f"{path.name} was not written: at batch size {batch_of(call)} the file gives"
+        if [t.shape for t in expected] != [t.shape for t in got]:
+            shapes = [tuple(t.shape) for t in got], [tuple(t.shape) for t in expected]
+            raise CheckpointError(f"{where} outputs of shapes {shapes[0]} instead of {shapes[1]}.")
+        for one, other in zip(expected, got, strict=True):
+            worst = max(worst, _difference(one.cpu().double(), other.cpu().double()))
+        if not worst <= limit:
+            raise CheckpointError(
+                f"{where} outputs that are off by {worst:.1e} of the largest, more than "
+                f"{limit:.0e}. Try another format, or the model in float32."
+            )
+    return worst
+
+
+def _difference(expected: Tensor, got: Tensor) -> float:
+    """Return the largest difference relative to the largest finite value; infinite if that fails.
+
+    Values that are not finite must be the same on both sides.
+    """
+    finite = expected.isfinite()
+    if not torch.allclose(expected[~finite], got[~finite], equal_nan=True):
+        return float("inf")
+    expected, got = expected[finite], got[finite]
+    if not bool(got.isfinite().all()):
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    scale = float(expected.abs().max()) or 1.0
+    return float((expected - got).abs().max()) / scale
+
+
+def _tolerance(model: nn.Module) -> float:
+    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return max([TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in floats)])
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+# -- surroundings ------------------------------------------------------------------------------
+
+
+@contextmanager
+def _workplace(path: Path) -> Iterator[Path]:
+    """Give a path beside the target, for a file of the same name; what is left there goes away."""
+    try:
+        place = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {path.parent} ({error}).") from error
+    with place as directory:
+        yield Path(directory) / path.name
+
+
+@contextmanager
+def _refusing(model: nn.Module, format: str) -> Iterator[None]:
+    """Tell what a tool could not do as a fault of the model, in one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise LayerError(
+            f"{type(model).__name__} cannot be exported as {format} "
+            f"({type(error).__name__}: {reason})."
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what torch says about itself while it exports, and nothing else."""
+
+    def about_the_model(record: logging.LogRecord) -> bool:
+        return "torchvision is not installed" not in record.getMessage()
+
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    logger.addFilter(about_the_model)
+    with warnings.catch_warnings():
+        for message in (
+            r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+            r"_check_is_size will be removed",
+            r"The tensor attributes .*_flat_weights.* were assigned during export",
+        ):
+            warnings.filterwarnings("ignore", message=message)
+        try:
+            yield
+        finally:
+            logger.removeFilter(about_the_model)

@@ -1,0 +1,348 @@
+"""What a layer costs in time on this machine: dense beside factored, at a few ranks.
+
+Fewer parameters are not always faster: two small products move more memory than one, and calls
+have a price of their own. So each layer is measured in both plain forms, on inputs of the shapes
+that it gets in a forward of the model, and `fuse` and `extract` can decide by that.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.cost import Call, Example
+from maestro_lod.deploy.trial import (
+    as_call,
+    batch_of,
+    device_of,
+    drawn,
+    drawn_call,
+    evaluating,
+    interleaved,
+    run,
+)
+from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
+from maestro_lod.layers import LowRank, SharedHead
+from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve, resolve_for
+from maestro_lod.surgery import Form, extract, has_factored_form, plain_form
+from maestro_lod.table import table
+
+MOST_NOISE = 0.05
+"""A measurement that scatters more than this does not excuse a layer that is slower by more."""
+
+_POINTS = 4  # ranks per layer: break-even or the stored rank, and halves of it
+_WHOLE = "the dense model"  # keys of what is timed: this, and (layer, rank)
+_DENSE = 0  # the rank in the key of a layer's dense form
+
+
+# -- the result --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """The factored form at one rank, relative to the dense form of the same layer."""
+
+    rank: int
+    ratio: float
+    """Time of the factored form over that of the dense form: the median over the rounds."""
+    noise: float
+    """How far that median may be off: the interquartile range of the rounds over √rounds."""
+
+
+@dataclass(frozen=True)
+class LayerLatency:
+    """One low-rank layer: seconds of its dense form in one forward, and the factored ones."""
+
+    rank: int
+    full_rank: int
+    break_even: int
+    """The largest rank at which the factors have no more weights than the dense form; 0 if there
+    is no factored form. Above it nothing is measured: dense has less of everything."""
+    dense: float
+    points: tuple[Point, ...]
+    """By rank, ascending; empty if the layer did not run or has no factored form."""
+
+    def at(self, rank: int) -> Point:
+        """Return the factored form at a rank up to break-even, interpolated between points.
+
+        Below the smallest measured rank its time is taken, which is an upper bound.
+        """
+        rank = max(rank, 1)  # one rank of zeros stands in for none
+        below = [point for point in self.points if point.rank <= rank]
+        above = [point for point in self.points if point.rank >= rank]
+        if not self.points:  # it did not run, so no form is slower
+            return Point(rank, 1.0, 0.0)
+        if not below or not above:
+            nearest_point = above[0] if above else below[-1]
+            return Point(rank, nearest_point.ratio, nearest_point.noise)
+        low, high = below[-1], above[0]
+        share = (rank - low.rank) / max(high.rank - low.rank, 1)
+        ratio = low.ratio + share * (high.ratio - low.ratio)
+        return Point(rank, ratio, max(low.noise, high.noise))
+
+    def choose(self, rank: int) -> Form:
+        """Return the faster form; within the noise the one with fewer weights, factored."""
+        if rank > self.break_even:
+            return "dense"
+        point = self.at(rank)
+        return "factored" if point.ratio <= 1 + min(point.noise, MOST_NOISE) else "dense"
+
+    def seconds(self, rank: int) -> float:
+        """Return the time of the chosen form at a rank."""
+        return self.dense * (self.at(rank).ratio if self.choose(rank) == "factored" else 1.0)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What was measured, and how. Give it to `fuse` or `extract` as `by=`."""
+
+    dense: float
+    """Seconds of one forward of the whole model with every layer dense."""
+    layers: dict[str, LayerLatency]
+    batch: int
+    """The leading dimension of the example: the batch size that all of this is true for."""
+    rounds: int
+    threads: int
+    dtype: str
+    device: str
+    torch: str
+
+    def choose(self, name: str, rank: int) -> Form:
+        """Return the form of a layer that is not slower than its dense form at this rank."""
+        if name not in self.layers:
+            raise LayerError(
+                f"{name or '(the model itself)'} was not measured.{nearest(name, self.layers)} "
+                f"Measured: {listed(self.layers)}. Call latency on the model that you extract."
+            )
+        return self.layers[name].choose(rank)
+
+    def predict(self, ranks: Ranks | None = None) -> float:
+        """Return the seconds that the model extracted at these ranks, by this, should take.
+
+        The dense model as a whole was measured; what its layers gain is added up.
+        """
+        limits = {name: (layer.rank, layer.full_rank) for name, layer in self.layers.items()}
+        chosen = {name: layer.rank for name, layer in self.layers.items()}
+        chosen |= resolve(ranks, limits) if ranks is not None else {}
+        gained = sum(
+            layer.dense - layer.seconds(chosen[name]) for name, layer in self.layers.items()
+        )
+        return max(self.dense - gained, 0.0)
+
+    @property
+    def method(self) -> str:
+        """How it was measured, in one line."""
+        return (
+            f"batch {self.batch}, {self.threads} threads, {self.dtype}, {self.device}, torch "
+            f"{self.torch}; medians of {self.rounds} interleaved rounds in inference mode"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Latency:
+        """Return what `to_dict` was given; refuse data of another shape."""
+        try:
+            layers = {
+                str(name): LayerLatency(
+                    **{**layer, "points": tuple(Point(**point) for point in layer["points"])}
+                )
+                for name, layer in data["layers"].items()
+            }
+            return cls(**{**data, "layers": layers})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"this is no measured latency ({error!r}).") from error
+
+    def __str__(self) -> str:
+        rows = []
+        for name, layer in self.layers.items():
+            ranks = range(1, min(layer.rank, layer.break_even) + 1)
+            pays = [rank for rank in ranks if layer.choose(rank) == "factored"]
+            cells = "  ".join(
+                f"{p.rank}: {p.ratio:.2f}{'≈' if abs(p.ratio - 1) <= p.noise else ''}"
+                for p in layer.points
+            )
+            faster = f"up to {max(pays)}" if pays else "never"
+            rows.append(
+                (name or "(the model itself)", f"{layer.rank}/{layer.full_rank}",
+                 _shown(layer.dense), cells, faster)
+            )  # fmt: skip
+        rows.append(("dense model", "", _shown(self.dense), "", ""))
+        rows.append(("extracted", "", _shown(self.predict()), "", "predicted"))
+        header = ("layer", "rank", "dense", "factored at rank, × dense", "factored pays")
+        return f"{table(header, rows, right=(1, 2))}\n{self.method}; ≈ within the noise"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
+
+
+# -- measuring ---------------------------------------------------------------------------------
+
+
+def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
+    """Measure every low-rank layer dense and factored on this machine; the model is untouched.
+
+    The batch size is the example's, the number of threads is torch's. Of the example's floats only
+    the shapes count (values are drawn); whole numbers, such as token ids, are used as they are.
+    A layer that is used in several places counts with all of them. All forms are held in memory at
+    once, about three times the dense model, so that each round meets all of them within moments.
+    """
+    if rounds < 1:
+        raise OptionError(f"rounds={rounds!r} must be one or more.")
+    layers = require_low_rank(model)
+    device = device_of(model)
+    call = drawn_call(as_call(example), device)
+    with evaluating(model), torch.inference_mode():
+        uses = _recorded_uses(model, call)
+        dense = extract(model, by=_AlwaysDense())
+        variants: dict[Any, Callable[[], object]] = {_WHOLE: lambda: run(dense, call)}
+        for name, layer in layers.items():
+            if uses[name]:
+                inputs = _drawn_inputs(uses[name], device)
+                for rank in (_DENSE, *_grid(layer)):
+                    variants[name, rank] = _forward(layer, rank, uses[name], inputs)
+        times = interleaved(variants, rounds=rounds)
+    whole = statistics.median(times[_WHOLE])
+    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return Latency(
+        dense=whole,
+        layers={name: _measured(name, layer, whole, times) for name, layer in layers.items()},
+        batch=batch_of(call),
+        rounds=rounds,
+        threads=torch.get_num_threads(),
+        dtype=str(floats[0]).removeprefix("torch."),
+        device=str(device),
+        torch=torch.__version__,
+    )
+
+
+def round_ranks(model: nn.Module, ranks: Ranks | None, *, multiple: int = 8) -> dict[str, int]:
+    """Return ranks rounded to the nearest multiple that each layer has; kernels like those.
+
+    A layer that has fewer ranks than the multiple keeps what was asked for, and so does rank 0.
+
+    >>> small = lod.extract(model, lod.round_ranks(model, 0.25))  # doctest: +SKIP
+    """
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise OptionError(f"multiple={multiple!r} must be a whole number, one or more.")
+    layers = require_low_rank(model)
+
+    def rounded(rank: int, stored: int) -> int:
+        if rank == 0 or stored < multiple:
+            return rank
+        nearest_multiple = math.floor(rank / multiple + 0.5) * multiple
+        return min(max(nearest_multiple, multiple), stored // multiple * multiple)
+
+    return {name: rounded(r, layers[name].rank) for name, r in resolve_for(model, ranks).items()}
+
+
+class _AlwaysDense:
+    def choose(self, name: str, rank: int) -> Form:
+        return "dense"
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One call of a layer in the forward: by the layer itself, or by a head that shares it."""
+
+    head: SharedHead | None
+    input: Tensor
+    """On the meta device where only its shape and layout matter."""
+
+
+def _recorded_uses(model: nn.Module, call: Call) -> dict[str, list[_Use]]:
+    """Run the model once and note what each low-rank layer is called with."""
+    layers = require_low_rank(model)
+    uses: dict[str, list[_Use]] = {name: [] for name in layers}
+    name_of = {id(layer): name for name, layer in layers.items()}
+    handles = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        layout = torch.empty_like(x, device="meta") if x.is_floating_point() else x.clone()
+        head = module if isinstance(module, SharedHead) else None
+        uses[name_of[id(module if head is None else head.embedding)]].append(_Use(head, layout))
+
+    for module in model.modules():
+        if isinstance(module, LowRank | SharedHead):
+            handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        run(model, call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return uses
+
+
+def _break_even(layer: LowRank) -> int:
+    return layer.dense_weights // layer.weights(1) if has_factored_form(layer) else 0
+
+
+def _grid(layer: LowRank) -> list[int]:
+    """Return the ranks to measure: the largest that can pay, and halves of it."""
+    top = min(max(layer.rank, 1), _break_even(layer))  # rank 0 becomes one rank of zeros
+    return sorted({max(top >> i, 1) for i in range(_POINTS)}) if top else []
+
+
+def _drawn_inputs(uses: list[_Use], device: torch.device) -> list[Tensor]:
+    """Return an input per use; floats of the same shape and layout share their memory."""
+    generator = torch.Generator(device).manual_seed(0)
+    memory: dict[Any, Tensor] = {}
+    inputs = []
+    for use in uses:
+        x = use.input
+        key = (x.shape, x.stride(), x.dtype) if x.is_meta else id(x)
+        if key not in memory:
+            memory[key] = drawn(x, device, generator)
+        inputs.append(memory[key])
+    return inputs
+
+
+def _forward(
+    layer: LowRank, rank: int, uses: list[_Use], inputs: list[Tensor]
+) -> Callable[[], None]:
+    """Return what runs a plain form of the layer as often as one forward of the model does."""
+    form: Form = "dense" if rank == _DENSE else "factored"
+    plain = plain_form(layer, None if rank == _DENSE else min(rank, layer.rank), form)
+    heads = {id(use.head): use.head.plain(plain) for use in uses if use.head is not None}
+    steps = [heads.get(id(use.head), plain) for use in uses]
+
+    def run_all() -> None:
+        for step, x in zip(steps, inputs, strict=True):
+            step(x)
+
+    return run_all
+
+
+def _measured(
+    name: str, layer: LowRank, whole: float, times: Mapping[Any, list[float]]
+) -> LayerLatency:
+    """Turn times into ratios within the same rounds, and these into medians."""
+
+    def ratios(key: Any, over: Any) -> list[float]:
+        return [one / other for one, other in zip(times[key], times[over], strict=True)]
+
+    dense, points = 0.0, []
+    if (name, _DENSE) in times:
+        dense = whole * statistics.median(ratios((name, _DENSE), _WHOLE))
+        for rank in _grid(layer):
+            over_dense = ratios((name, rank), (name, _DENSE))
+            points.append(Point(rank, statistics.median(over_dense), _scatter(over_dense)))
+    return LayerLatency(layer.rank, layer.full_rank, _break_even(layer), dense, tuple(points))
+
+
+def _scatter(values: list[float]) -> float:
+    """Say how far the median of these values may be off."""
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / math.sqrt(len(values))

@@ -1,0 +1,66 @@
+"""ONNX files: one file, each weight once, run by onnxruntime. Needs the extra `export`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import onnxruntime  # type: ignore[import-untyped]
+import onnxscript  # noqa: F401  # torch.onnx needs it: better missed here than halfway
+import torch
+from onnxruntime.quantization import QuantType, quantize_dynamic  # type: ignore[import-untyped]
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+from maestro_lod.cost import Call
+
+
+def write(program: ExportedProgram, path: Path, *, int8: bool) -> None:
+    """Write a traced model, its weights as whole numbers of 8 bits if so wanted, and check it."""
+    outputs = len(program.graph_signature.user_outputs)
+    names = ["output"] if outputs == 1 else [f"output_{i}" for i in range(outputs)]
+    converted = torch.onnx.export(
+        program, dynamo=True, output_names=names, external_data=False, verbose=False
+    )
+    assert converted is not None
+    model = _slim(converted.model_proto)
+    if int8:
+        # Unsigned weights: signed ones saturate on processors without int8 products of their own.
+        model.metadata_props.add(key="onnx.quant.pre_process", value="onnxruntime.quant")
+        quantize_dynamic(model, path, weight_type=QuantType.QUInt8)
+        model = _slim(onnx.load(path))
+    onnx.save(model, path)
+    onnx.checker.check_model(path, full_check=not int8)  # onnxruntime's own operations are unknown
+
+
+def _slim(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Drop what does not compute, paths and source lines of this machine included, in place."""
+    graph = model.graph
+    for described in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
+        del described.metadata_props[:]
+        described.doc_string = ""
+    del graph.value_info[:]  # shapes between operations, which follow from the rest
+    dims = [d for v in (*graph.input, *graph.output) for d in v.type.tensor_type.shape.dim]
+    symbols = [d.dim_param for d in dims if d.dim_param]
+    for dim in dims:
+        if dim.dim_param and dim.dim_param == symbols[0]:  # the first input's leading one
+            dim.dim_param = "batch"
+    return model
+
+
+def opened(path: Path) -> Callable[[Call], list[Tensor]]:
+    """Return what runs a file by onnxruntime, with as many threads as torch has."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+
+    def run(call: Call) -> list[Tensor]:
+        tensors = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+        feed = {name: t.cpu().numpy() for name, t in zip(names, tensors, strict=True)}
+        return [torch.from_numpy(array) for array in session.run(None, feed)]
+
+    return run
