@@ -3,6 +3,7 @@
 from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import summary
 from maestro_lod.deploy.export import export, rebuild
+from maestro_lod.deploy.frontier import Frontier, frontier
 from maestro_lod.deploy.latency import latency, round_ranks
 from maestro_lod.errors import MaestroError
 from maestro_lod.layers.ranks import at_ranks, ranks, set_ranks
@@ -15,6 +16,7 @@ from maestro_lod.train.sampling import RankSampler
 from maestro_lod.train.shrink import shrink
 
 __all__ = [
+    "Frontier",
     "LoD",
     "MaestroError",
     "RankSampler",
@@ -23,6 +25,7 @@ __all__ = [
     "export",
     "extract",
     "fit",
+    "frontier",
     "fuse",
     "group_lasso",
     "importance",

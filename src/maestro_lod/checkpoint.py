@@ -7,6 +7,7 @@ are low-rank; tensors that share memory are stored once.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -22,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from maestro_lod.errors import CheckpointError, listed
+from maestro_lod.deploy.points import Frontier
+from maestro_lod.errors import CheckpointError, OptionError, listed, nearest
 from maestro_lod.layers import (
     OPENED_TYPE,
     Attention,
@@ -46,8 +48,13 @@ _FORMAT, _VERSION = "maestro-lod", 1
 _STATE_FORMAT = "maestro-lod training state 1"
 
 
-def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a low-rank model to one safetensors file that holds every size; atomic."""
+def save(
+    model: nn.Module, path: str | os.PathLike[str], *, frontier: Frontier | None = None
+) -> None:
+    """Write a low-rank model to one safetensors file that holds every size; atomic.
+
+    With its frontier in the file, `load` can choose a size by what it may cost.
+    """
     layers = require_low_rank(model)
     rank_major = {f"{name}.u".lstrip(".") for name in layers}
     tensors: dict[str, Tensor] = {}
@@ -77,6 +84,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         "heads": json.dumps(_names_of_heads(model)),
         "aliases": json.dumps(aliases),
     }
+    if frontier is not None:
+        metadata["frontier"] = frontier.to_json()
     _write_atomically(tensors, metadata, Path(path))
 
 
@@ -185,21 +194,50 @@ def load_state(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{path} is damaged or no safetensors file ({error}).") from error
 
 
-def load(path: str | os.PathLike[str], *, into: nn.Module, ranks: Ranks | None = None) -> nn.Module:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    into: nn.Module,
+    ranks: Ranks | None = None,
+    **limits: float,
+) -> nn.Module:
     """Load a file into a model, in place, reading only the ranks asked for; returns the model.
 
     `into` is the model that was saved, decomposed or still dense: layers become low-rank or dense
-    as the file says. Layers that `ranks` does not name get all ranks of the file. If anything does
-    not fit, the model is left as it was.
+    as the file says. Layers that `ranks` does not name get all ranks of the file. Instead of ranks,
+    limits as for `Frontier.pick` (`max_params=0.2`, `max_macs=…`, …) take the best size within
+    them, if the file was saved with a frontier. If anything does not fit, the model is left as it
+    was.
     """
     path = Path(path)
     try:
         with safe_open(path, framework="pt") as file:
+            if limits:
+                ranks = _ranks_within(file, path, ranks, limits)
             return _load(file, path, into, ranks)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist.") from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or no safetensors file ({error}).") from error
+
+
+def _ranks_within(
+    file: Any, path: Path, ranks: Ranks | None, limits: dict[str, float]
+) -> dict[str, int]:
+    """Return the ranks of the best size within limits, by the frontier in the file."""
+    known = inspect.signature(Frontier.pick).parameters
+    for limit in limits:
+        if limit not in known:
+            raise OptionError(f"load has no option {limit!r}.{nearest(limit, known)}")
+    if ranks is not None:
+        raise OptionError(f"give ranks= or limits ({listed(limits)}), not both.")
+    text = (file.metadata() or {}).get("frontier")
+    if text is None:
+        raise CheckpointError(
+            f"{path} holds no frontier to choose a size from. Give ranks=, or save it with one: "
+            "save(model, path, frontier=frontier(model, …))."
+        )
+    return Frontier.from_json(text, path).pick(**limits)
 
 
 def _load(file: Any, path: Path, into: nn.Module, ranks: Ranks | None) -> nn.Module:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
+import logging
 import os
+import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,17 +19,28 @@ from typing import Annotated, Any
 try:
     import typer
     from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
 
     from maestro_lod.display import Display
     from maestro_lod.report import write_report
-    from maestro_lod.tasks.recipe import load_recipe, recipe_names
+    from maestro_lod.tasks.deployment import SUFFIXES, Trained, find_frontier
+    from maestro_lod.tasks.deployment import bench as compare
+    from maestro_lod.tasks.deployment import deploy as write_deployment
+    from maestro_lod.tasks.recipe import all_settings, load_recipe, recipe_names
     from maestro_lod.tasks.run import Interrupted, Run, Watcher
-    from maestro_lod.tasks.setup import data_of, model_of
+    from maestro_lod.tasks.setup import OwnCodeError, data_of, model_of, own_names
 except ImportError as missing:  # the core works without what the program needs
     sys.exit(f"lod needs more than the library itself ({missing}): pip install 'maestro-lod[cli]'")
 
 from maestro_lod.cost import summary as summary_of
-from maestro_lod.errors import CheckpointError, MaestroError, OptionError, TrainingError
+from maestro_lod.errors import (
+    CheckpointError,
+    MaestroError,
+    OptionError,
+    TrainingError,
+    listed,
+    nearest,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,16 +51,35 @@ app = typer.Typer(
     epilog="Start with: [bold]lod train digits[/bold]",
 )
 
+# what does not fit is said in one line; torch would log a page about it before
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+
 # typer brings its own click, or uses the installed one: take the class from where typer has it
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
+
+def _settings() -> str:
+    """List every setting, one to a line, for the help."""
+    lines = [r"[bold]Settings[/bold], for --set and recipe files [dim]\[default, others][/dim]:"]
+    for setting in all_settings():
+        switch = setting.values == "true, false"
+        known = setting.default if switch or "," not in setting.values else setting.values
+        shown = rf" [dim]\[{known}][/dim]" if known else ""
+        lines.append(f"{setting.key:23}{setting.meaning}{shown}")
+    return "\n".join(lines)
+
+
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the final table only.")]
+Limit = Annotated[str | None, typer.Option(help="A share of dense (0.25), or a count.")]
 
 
-@app.command()
+@app.command(epilog=_settings())
 def train(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe's name (see: lod recipes), or a YAML file.")
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe's name (see: lod recipes), or a YAML file."
+        ),
     ],
     change: Annotated[
         list[str] | None,
@@ -75,9 +109,9 @@ def train(
     """
     changes = list(change or [])
     if data is not None:
-        changes.append(f"data.directory={data}")
+        changes.append(f"data.directory={json.dumps(str(data.absolute()))}")  # for any name
     chosen = load_recipe(recipe, changes)
-    _train(Run.create(chosen, out or _free_directory(chosen.recipe)), quiet)
+    _train(Run.create(chosen, out or _free_directory(Path(chosen.recipe).name or "run")), quiet)
 
 
 @app.command()
@@ -89,7 +123,7 @@ def resume(
     run = Run.open(directory)
     if run.finished:
         raise OptionError(
-            f"the run in {directory} has finished. Its report: {directory}/report.html"
+            f"the run in {directory} has finished. To write its report anew: lod report {directory}"
         )
     _train(run, quiet)
 
@@ -102,7 +136,10 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained HTML page about one run, or several side by side."""
-    page = write_report(directories, out or directories[0] / "report.html")
+    try:
+        page = write_report(directories, out or directories[0] / "report.html")
+    except CheckpointError as error:  # nothing has failed but what was given
+        raise OptionError(str(error)) from error
     _say(str(page))
 
 
@@ -133,25 +170,114 @@ def recipes() -> None:
         _say(f"{name:{width}}  {load_recipe(name).description}")
 
 
+@app.command()
+def frontier(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A finished run.")],
+    method: Annotated[
+        str, typer.Option(help="per-cost, greedy (the paper's), knapsack or threshold.")
+    ] = "per-cost",
+    quiet: Quiet = False,
+) -> None:
+    """Find the best submodel for every size, without training, and add them to the report.
+
+    Stop it at any time: the next call goes on where it was.
+    """
+    run = Run.open(directory)
+    with _search_bar(quiet) as progress:
+        found = find_frontier(Trained.of(run), method=method, progress=progress)
+    write_report([directory], directory / "report.html")
+    _say(f"{found}\n\nwritten: {directory / 'frontier.json'}, {directory / 'report.html'}")
+
+
+@app.command()
+def deploy(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A finished run.")],
+    out: Annotated[Path, typer.Option(help="A new directory for the files.")],
+    to: Annotated[
+        list[str] | None, typer.Option(help="onnx, pt2 or safetensors; may be repeated.")
+    ] = None,
+    max_params: Limit = None,
+    max_macs: Limit = None,
+    max_bytes: Limit = None,
+    max_latency: Annotated[float | None, typer.Option(help="Seconds, on this machine.")] = None,
+    min_accuracy: Annotated[float | None, typer.Option(help="A share, such as 0.9.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size to time with.")] = 1,
+    multiple: Annotated[
+        int | None, typer.Option("--round", min=1, help="Round ranks to a multiple.")
+    ] = None,
+    int8: Annotated[bool, typer.Option("--int8", help="For ONNX, an int8 file too.")] = False,
+    allow_slower: Annotated[
+        bool, typer.Option("--allow-slower", help="Write it even if dense is faster here.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the best size within limits to files that were verified, tested and timed.
+
+    Examples:
+
+      lod deploy runs/digits --max-macs 0.25 --out phone
+
+      lod deploy runs/digits --max-params 5000 --to onnx --to pt2 --int8 --out watch
+    """
+    formats = to or ["onnx"]
+    for format_ in formats:
+        if format_ not in SUFFIXES:
+            raise OptionError(
+                f"there is no format {format_!r}.{nearest(format_, SUFFIXES)} Formats: "
+                f"{listed(SUFFIXES)}."
+            )
+    limits = {
+        "max_params": _number("max-params", max_params),
+        "max_macs": _number("max-macs", max_macs),
+        "max_bytes": _number("max-bytes", max_bytes),
+        "max_latency": max_latency,
+        "min_accuracy": min_accuracy,
+    }
+    given = {key: value for key, value in limits.items() if value is not None}
+    if not given:
+        raise OptionError("give a limit, such as --max-macs 0.25 or --max-params 5000.")
+    with _search_bar(quiet) as progress:
+        done = write_deployment(
+            Trained.of(Run.open(directory)), given, formats, out, batch=batch, multiple=multiple,
+            int8=int8, allow_slower=allow_slower, progress=progress,
+        )  # fmt: skip
+    _say(f"{done}\n\nwritten to {out}")
+
+
+@app.command()
+def bench(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A finished run.")],
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    quiet: Quiet = False,
+) -> None:
+    """Print latency, size and test accuracy of dense and deployed sizes side by side."""
+    with _search_bar(quiet) as progress:
+        text = compare(Trained.of(Run.open(directory)), batch=batch, progress=progress)
+    _say(text)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the program; ends with exit code 0, 1 (failed), 2 (wrong input) or 130 (interrupted)."""
     try:
-        app(args=arguments, standalone_mode=False)
-        code = 0
-    except typer.Exit as error:
-        code = error.exit_code
+        code = app(args=arguments, prog_name="lod", standalone_mode=False) or 0
+    except OwnCodeError as error:
+        traceback.print_exception(error.__cause__)  # theirs to read
+        code = _complain(error, 1)
     except (TrainingError, CheckpointError) as error:
         code = _complain(error, 1)
     except MaestroError as error:
         code = _complain(error, 2)
     except _UsageError as error:
         message = error.format_message()  # empty where the help was shown instead
-        code = _complain(f"{message} See: lod --help", 2) if message else 2
+        end = "" if message.endswith((".", "?")) else "."
+        code = _complain(f"{message}{end} See: lod --help", 2) if message else 2
     except (KeyboardInterrupt, typer.Abort):
         code = _complain("interrupted.", 130)
     except BrokenPipeError:  # `lod … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as error:
+        code = _complain(f"{error.filename or 'cannot go on'}: {error.strerror}.", 1)
     except Exception:
         traceback.print_exc()
         code = _complain("this is a fault of lod, not yours; please report it with the above.", 1)
@@ -159,14 +285,42 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _complain(error: object, code: int) -> int:
-    Console(stderr=True).print(
-        f"lod: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
+    line = " ".join(f"lod: {error}".split())  # some of torch's messages have several
+    Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     return code
 
 
 def _say(text: str) -> None:
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _number(option: str, text: str | None) -> int | float | None:
+    """Read a count or a share; what looks like a whole number is a count."""
+    if text is None:
+        return None
+    try:
+        return float(text) if set(text) & set(".eE") else int(text)
+    except ValueError:
+        raise OptionError(
+            f"--{option} {text!r} is no number: give a share of dense such as 0.25, or a count."
+        ) from None
+
+
+@contextmanager
+def _search_bar(quiet: bool) -> Iterator[Callable[[int, float], None]]:
+    """Show how far a search of sizes has come: from all of the cost down to nothing."""
+    console = Console()
+    if quiet or not console.is_terminal:
+        yield lambda count, share: None
+        return
+    columns = TextColumn("searching sizes"), BarColumn(), TextColumn("{task.fields[state]}")
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("", total=1.0, state="")
+
+        def show(count: int, share: float) -> None:
+            bars.update(task, completed=1.0 - share, state=f"{count} sizes, down to {share:.2f}×")
+
+        yield show
 
 
 def _free_directory(name: str) -> Path:
@@ -184,13 +338,28 @@ def _train(run: Run, quiet: bool) -> None:
     watchers: list[Watcher] = [display]
     if run.recipe.tensorboard:
         watchers.append(_tensorboard())
+    again = f"lod resume {shlex.quote(str(run.directory))}"
     try:
-        with _stop_on_signal() as asked:
+        with _stop_on_signal(lambda: display.begun) as asked, _warnings_in_a_line():
             result = run.train(watchers, stop=lambda: bool(asked))
     except Interrupted:
         display.close()
-        _say(f"stopped; everything is saved. Go on with: lod resume {run.directory}")
-        raise typer.Exit(130) from None
+        _say(f"stopped; everything is saved. Go on with: {again}")
+        raise typer.Exit(128 + asked[0]) from None
+    except KeyboardInterrupt:
+        display.close()
+        hint = f" Go on from the last checkpoint with: {again}" if run.checkpoint.exists() else ""
+        raise typer.Exit(_complain(f"interrupted.{hint}", 130)) from None
+    except MaestroError:
+        raise
+    except Exception as error:
+        names = own_names(run.recipe)
+        if not names:
+            raise
+        raise OwnCodeError(
+            f"{type(error).__name__}: {error}. This recipe runs your own {listed(names)}: the "
+            f"above says where it failed. Once that is mended, go on with: {again}"
+        ) from error
     finally:
         display.close()
     _say(f"\n{_result_table(run, result)}\n\nreport: {run.directory / 'report.html'}")
@@ -208,12 +377,15 @@ def _tensorboard() -> Watcher:
 
 
 @contextmanager
-def _stop_on_signal() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM so that a run can save and stop; a second one stops at once."""
+def _stop_on_signal(begun: Callable[[], bool]) -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM so that a run can save and stop.
+
+    Before it has begun, or the second time, they stop it at once.
+    """
     asked: list[int] = []
 
     def ask(number: int, _: Any) -> None:
-        if asked:
+        if asked or not begun():
             raise KeyboardInterrupt
         asked.append(number)
 
@@ -225,13 +397,26 @@ def _stop_on_signal() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Show warnings as what they say, without the place in the code."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        _complain(f"note: {message}", 0)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
 def _result_table(run: Run, result: dict[str, Any]) -> str:
     """Lay out what a run has reached beside the dense model."""
     cost = result["summary"]
     lines = [f"{'':14}{'params':>14}{'MACs':>18}"]
     for title, kind in (("dense", "dense_"), ("this model", "fused_")):
         params, macs = cost[f"{kind}params"], cost[f"{kind}macs"]
-        shares = f"  ({params / cost['dense_params']:.2f}×, {macs / cost['dense_macs']:.2f}×)"
+        of_macs = macs / max(cost["dense_macs"], 1)
+        shares = f"  ({params / cost['dense_params']:.2f}×, {of_macs:.2f}×)"
         lines.append(f"{title:14}{params:>14,}{macs:>18,}{shares if kind == 'fused_' else ''}")
     ranks = [row for row in cost["layers"] if row["rank"] is not None]
     if ranks:

@@ -1,0 +1,156 @@
+"""Which ranks to keep: from one model, the best submodel for every cost."""
+
+from __future__ import annotations
+
+import numbers
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Literal
+
+from torch import nn
+
+from maestro_lod.cost import DenseMacs, Example, dense_macs
+from maestro_lod.deploy.journal import Journal
+from maestro_lod.deploy.points import Frontier, Point
+from maestro_lod.deploy.replay import Loss, Replay, batch_statistics, number
+from maestro_lod.deploy.search import METHODS, Costs, Search, given
+from maestro_lod.errors import LayerError, OptionError, listed, nearest, require_whole
+from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for
+
+__all__ = ["Frontier", "Point", "frontier"]
+
+
+def frontier(
+    model: nn.Module,
+    loss: Loss,
+    *,
+    method: str = "per-cost",
+    ranks: Sequence[Mapping[str, int | float]] | None = None,
+    cost: Literal["macs", "params"] = "macs",
+    step: float = 0.1,
+    exact: bool = False,
+    example: Example | None = None,
+    accuracy: Callable[[nn.Module], float] | None = None,
+    until: float | Callable[[Point], bool] | None = None,
+    progress: Callable[[int, float], None] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    memory: int = 2**30,
+) -> Frontier:
+    """Search the best submodels of a low-rank model, from its own ranks down; changes nothing.
+
+    `loss(model)` evaluates the model on one large fixed batch, and so does `accuracy(model)` for
+    each submodel on data of its own. Both get the model without gradients and dropout, and with
+    norms that use the statistics of the batch; all that they do to it is undone.
+
+    >>> found = frontier(model, lambda m: F.cross_entropy(m(x), y))
+    >>> small = extract(model, found.pick(max_macs=0.25))
+
+    `method`: "per-cost" moves the layer whose loss rises least per saved cost, "greedy" the one
+    whose loss rises least (the paper's search), "knapsack" trusts curves that are measured layer by
+    layer, "threshold" sweeps one threshold over `importance`. Each move gives up `step` of a
+    layer's ranks. `exact` evaluates every candidate before each move instead of the promising ones.
+    `ranks` evaluates these instead of a search, such as those that other runs ended with.
+
+    `cost` is what to save, "macs" or "params". MACs are counted for `example` or, without one, for
+    the batch that `loss` evaluates. `until` ends the search at this share of the dense cost, or at
+    the first submodel for which it returns True. `progress` is told how many submodels there are
+    and the last one's share of the dense cost. `resume` is a file in which the search keeps what it
+    has learnt: a search that was killed goes on from there, with the same result. `memory` limits
+    the bytes of outputs that are remembered to save time.
+    """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    _require_options(method, cost, step, until)
+    require_whole("memory", memory)
+    layers = require_low_rank(model)
+    maps = None if ranks is None else [resolve_for(model, given_ranks) for given_ranks in ranks]
+    replay = Replay(model, loss, memory=memory)
+    costs = Costs(model, _macs(model, example, replay, needed=cost == "macs"))
+    about = {
+        "method": (name := method if maps is None else "given"),
+        "cost": cost,
+        "step": step,
+        "exact": exact,
+        "ranks": {name: layer.rank for name, layer in layers.items()},
+        "loss": replay.loss,
+    }
+    with Journal(resume, about) as journal:
+        search = Search(replay, costs, cost, step, journal)
+        steps = METHODS[method](search, exact) if maps is None else given(search, maps)
+        if maps is None and all(len(ladder) == 1 for ladder in search.ladders.values()):
+            raise LayerError(
+                f"no low-rank layer of {type(model).__name__} has a rank at which it has fewer "
+                f"{cost}: {listed(layers)}. Try cost='{'params' if cost == 'macs' else 'macs'}'."
+            )
+        points: list[Point] = []
+        for _ in _from_the_start(steps):
+            points.append(_point(search, accuracy))
+            share = search.share(search.ranks)
+            if progress is not None:
+                progress(len(points), share)
+            if until is not None and (
+                until(points[-1]) if callable(until) else share <= float(until)
+            ):
+                break
+    dense = replace(points[0], ranks={}, **asdict(costs.dense))
+    return Frontier(tuple(points), dense, name, cost)
+
+
+def _from_the_start(steps: Iterator[None]) -> Iterator[None]:
+    """Stop once before the first step too: the model's own ranks are a point."""
+    yield
+    yield from steps
+
+
+def _point(search: Search, accuracy: Callable[[nn.Module], float] | None) -> Point:
+    model, ranks, share = search.replay.model, dict(search.ranks), None
+    if accuracy is not None:
+
+        def measure() -> float:
+            with at_ranks(model, ranks), batch_statistics(model):
+                value = number(accuracy(model), "accuracy")
+            if not 0.0 <= value <= 1.0:
+                raise OptionError(f"accuracy returned {value!r}. Return a share between 0 and 1.")
+            return value
+
+        share = search.journal.answer({"accuracy at": ranks}, measure)
+    return Point(ranks, search.loss, share, **asdict(search.costs.at(ranks)))
+
+
+def _macs(
+    model: nn.Module, example: Example | None, replay: Replay, *, needed: bool
+) -> DenseMacs | None:
+    """Count MACs on the example or the batch; None if that cannot be done and is not needed."""
+    call = replay.call if example is None else example
+    if call is None:
+        if needed:
+            raise OptionError(
+                "loss did not call the model itself, so its MACs are not known. Give an example= "
+                "of its input, or cost='params'."
+            )
+        return None
+    try:
+        return dense_macs(model, call)
+    except LayerError:
+        if needed or example is not None:
+            raise
+        return None
+
+
+def _require_options(method: str, cost: str, step: float, until: object) -> None:
+    if method not in METHODS:
+        raise OptionError(
+            f"method={method!r} is not known.{nearest(str(method), METHODS)} Choose one of "
+            f"{listed(METHODS)}."
+        )
+    if cost not in ("macs", "params"):
+        raise OptionError(f"cost={cost!r} is not known. Choose 'macs' or 'params'.")
+    if not 0.0 < float(step) < 1.0:
+        raise OptionError(f"step={step!r} must be a share of a layer's ranks, between 0 and 1.")
+    if until is None or callable(until):
+        return
+    if not isinstance(until, numbers.Real) or not 0.0 < float(until) < 1.0:
+        raise OptionError(
+            f"until={until!r} must be a share of the dense cost, between 0 and 1, or a function "
+            "of a Point that returns True to stop."
+        )

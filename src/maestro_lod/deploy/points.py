@@ -1,0 +1,310 @@
+"""Submodels of one model with what they cost, to choose from."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, overload
+
+from maestro_lod.deploy.plot import svg
+from maestro_lod.deploy.replay import number
+from maestro_lod.errors import CheckpointError, OptionError
+from maestro_lod.table import table
+
+_FORMAT = "maestro-lod frontier 1"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One submodel: its ranks, how good it is, and what it costs deployed.
+
+    Costs are those of the form that `fuse` gives it: each layer dense or factored, whichever has
+    fewer parameters. What was not measured is None.
+    """
+
+    ranks: dict[str, int]
+    loss: float
+    accuracy: float | None
+    params: int
+    macs: int | None
+    bytes: int
+    """The size of all parameters and buffers."""
+    latency: float | None = None
+    """Seconds."""
+
+
+@dataclass(frozen=True)
+class Frontier(Sequence[Point]):
+    """Submodels of one model, from its own ranks on down, and the dense model beside them.
+
+    `dense` has the costs of the dense model, and loss and accuracy of the model at its own ranks.
+    `cost` says which cost the search was to save: "macs" or "params".
+    """
+
+    points: tuple[Point, ...]
+    dense: Point
+    method: str
+    cost: str
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Point, ...]: ...
+    def __getitem__(self, index: int | slice) -> Point | tuple[Point, ...]:
+        return self.points[index]
+
+    # -- choosing ------------------------------------------------------------------------------
+
+    def pick(
+        self,
+        *,
+        max_params: float | None = None,
+        max_macs: float | None = None,
+        max_bytes: float | None = None,
+        max_latency: float | None = None,
+        min_accuracy: float | None = None,
+    ) -> dict[str, int]:
+        """Return the ranks of the best submodel within all limits, for `extract` or `load`.
+
+        `max_params`, `max_macs` and `max_bytes`: an int is a number of them, a float in (0, 1] a
+        share of the dense model's. `max_latency` is always in seconds, `min_accuracy` a share.
+        Best is the highest accuracy or, where none was recorded, the smallest loss; with
+        `min_accuracy` alone it is the cheapest submodel that reaches it.
+
+        >>> small = extract(model, frontier.pick(max_macs=0.25))
+        """
+        return dict(
+            self.point(
+                max_params=max_params,
+                max_macs=max_macs,
+                max_bytes=max_bytes,
+                max_latency=max_latency,
+                min_accuracy=min_accuracy,
+            ).ranks
+        )
+
+    def point(
+        self,
+        *,
+        max_params: float | None = None,
+        max_macs: float | None = None,
+        max_bytes: float | None = None,
+        max_latency: float | None = None,
+        min_accuracy: float | None = None,
+    ) -> Point:
+        """Return the best submodel within all limits with its costs; arguments as for `pick`."""
+        given = {
+            "params": max_params,
+            "macs": max_macs,
+            "bytes": max_bytes,
+            "latency": max_latency,
+            "accuracy": min_accuracy,
+        }
+        limits = [self._limit(key, value) for key, value in given.items() if value is not None]
+        if not limits:
+            raise OptionError(
+                "no limit was given. Give max_params, max_macs, max_bytes, max_latency or "
+                "min_accuracy."
+            )
+        within = [p for p in self.points if all(limit.excess(p) <= 0.0 for limit in limits)]
+        if not within:
+            raise OptionError(self._why_none(limits))
+        if [limit.key for limit in limits] == ["accuracy"]:
+            return min(within, key=lambda p: (self._cost_of(p), p.loss))
+        if all(p.accuracy is not None for p in within):
+            return max(within, key=lambda p: (p.accuracy, -p.loss, -self._cost_of(p)))
+        return min(within, key=lambda p: (p.loss, self._cost_of(p)))
+
+    def _limit(self, key: str, value: float) -> _Limit:
+        option = f"min_{key}" if key == "accuracy" else f"max_{key}"
+        shown = f"{option}={value!r}"
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise OptionError(f"{shown} is no number.")
+        whole, bound = isinstance(value, numbers.Integral), float(value)
+        if any(getattr(p, key) is None for p in self.points):
+            how = {
+                "macs": "Give frontier(…) an example=.",
+                "latency": "Use with_latency(…).",
+                "accuracy": "Give frontier(…) an accuracy=.",
+            }[key]
+            raise OptionError(f"{shown} cannot be used: this frontier knows no {key}. {how}")
+        if key == "accuracy":
+            if not 0.0 <= bound <= 1.0:
+                raise OptionError(f"{shown} must be a share between 0 and 1.")
+        elif not 0.0 < bound < math.inf:
+            raise OptionError(f"{shown} must be a finite number above 0.")
+        elif key != "latency" and not whole:
+            if bound > 1.0:
+                raise OptionError(
+                    f"{shown}: a float is a share of the dense model's {key} and lies in (0, 1]. "
+                    "Give an int for a number."
+                )
+            bound *= getattr(self.dense, key)
+        return _Limit(key, bound, shown)
+
+    def _why_none(self, limits: list[_Limit]) -> str:
+        def shown(point: Point, keys: Sequence[str]) -> str:
+            return ", ".join(f"{key} {self._shown(point, key)}" for key in keys)
+
+        for limit in limits:
+            near = min(self.points, key=limit.excess)
+            if limit.excess(near) > 0.0:
+                return (
+                    f"no submodel meets {limit.shown}: the nearest has {shown(near, [limit.key])}."
+                )
+        near = min(self.points, key=lambda p: max(limit.excess(p) for limit in limits))
+        wanted = " and ".join(limit.shown for limit in limits)
+        return (
+            f"no submodel meets {wanted} together: the nearest has "
+            f"{shown(near, [limit.key for limit in limits])}."
+        )
+
+    def _shown(self, point: Point, key: str) -> str:
+        value, dense = getattr(point, key), getattr(self.dense, key)
+        if value is None:
+            return "–"
+        if key == "latency":
+            return f"{1e3 * value:.3g} ms"
+        if key in ("accuracy", "loss"):
+            return f"{value:.4f}"
+        return f"{value:,} ({value / max(1, dense):.2f}×)"
+
+    def _cost_of(self, point: Point) -> int:
+        cost: int = getattr(point, self.cost)
+        return cost
+
+    @property
+    def best(self) -> Frontier:
+        """The submodels to which no other is preferable: each smaller one has a larger loss."""
+        best: list[Point] = []
+        for point in sorted(self.points, key=lambda p: (self._cost_of(p), p.loss)):
+            if not best or point.loss < best[-1].loss:
+                best.append(point)
+        return replace(self, points=tuple(reversed(best)))
+
+    # -- latency, files, pictures --------------------------------------------------------------
+
+    def with_latency(self, predict: Callable[[Mapping[str, int]], float], dense: float) -> Frontier:
+        """Return a copy whose points have latencies, in seconds, predicted from their ranks."""
+
+        def seconds(value: object, what: str) -> float:
+            latency = number(value, what)
+            if not 0.0 < latency < math.inf:
+                raise OptionError(f"{what} gave a latency of {latency!r} seconds.")
+            return latency
+
+        points = [replace(p, latency=seconds(predict(p.ranks), "predict")) for p in self.points]
+        reference = replace(self.dense, latency=seconds(dense, "dense"))
+        return replace(self, points=tuple(points), dense=reference)
+
+    def to_json(self) -> str:
+        """Return the frontier as text."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the frontier as JSON."""
+        _write(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Frontier:
+        """Read what `save` wrote; anything else is refused."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} does not exist.") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged or no frontier ({error}).") from error
+        return cls.from_json(text, path)
+
+    @classmethod
+    def from_json(cls, text: str, path: str | os.PathLike[str]) -> Frontier:
+        """Return what `to_json` wrote; `path` says in errors where it came from."""
+        try:
+            record = json.loads(text)
+            if record["format"] != _FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {record['format']!r}, this library reads {_FORMAT!r}."
+                )
+            points = tuple(_read_point(point) for point in record["points"])
+            loaded = cls(points, _read_point(record["dense"]), record["method"], record["cost"])
+            if not points or type(loaded.method) is not str:
+                raise ValueError("there are no points, or no method")
+            if loaded.cost not in ("macs", "params"):
+                raise ValueError(f"cost {loaded.cost!r} is not known")
+            if any(getattr(p, loaded.cost) is None for p in (*points, loaded.dense)):
+                raise ValueError(f"there are no {loaded.cost}")
+            return loaded
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged or no frontier ({error}).") from error
+
+    def plot(
+        self, path: str | os.PathLike[str], *, beside: Mapping[str, Frontier] | None = None
+    ) -> None:
+        """Write a picture (SVG) of accuracy or loss over cost; `beside` adds others by name."""
+        frontiers = {self.method: self, **(beside or {})}
+        up = "accuracy"
+        if any(point.accuracy is None for f in frontiers.values() for point in f):
+            up = "loss"
+        curves = {
+            name: [
+                (self._cost_of(p) / max(1, self._cost_of(f.dense)), getattr(p, up)) for p in f.best
+            ]
+            for name, f in frontiers.items()
+        }
+        across = f"{'MACs' if self.cost == 'macs' else self.cost}, dense = 1"
+        _write(Path(path), svg(curves, title=f"{up} of submodels", across=across, up=up))
+
+    def __str__(self) -> str:
+        """Return a table of the best submodels, thinned to twenty."""
+        best = self.best.points
+        stride = max(1, math.ceil(len(best) / 20))
+        keys = ["params", "macs", "bytes", "latency", "loss", "accuracy"]
+        keys = [key for key in keys if getattr(self.dense, key) is not None]
+        rows = [
+            (name, *(self._shown(point, key) for key in keys))
+            for name, point in [("dense", self.dense), *(("", p) for p in best[::stride])]
+        ]
+        header = ("", *(key.replace("macs", "MACs") for key in keys))
+        return table(header, rows, right=range(1, len(header)))
+
+
+@dataclass(frozen=True)
+class _Limit:
+    key: str
+    bound: float
+    shown: str
+
+    def excess(self, point: Point) -> float:
+        """Return by how much a point misses the limit, relative to it; not above 0 if it holds."""
+        value = float(getattr(point, self.key))
+        return self.bound - value if self.key == "accuracy" else value / self.bound - 1.0
+
+
+def _read_point(record: Mapping[str, Any]) -> Point:
+    """Check every field: a damaged file must not become a model of the wrong size."""
+    point = Point(**record)
+    counts = [point.params, point.bytes, *point.ranks.values()]
+    counts += [] if point.macs is None else [point.macs]
+    numbers_ = [v for v in (point.loss, point.accuracy, point.latency) if v is not None]
+    if not (
+        all(type(count) is int and count >= 0 for count in counts)
+        and all(type(value) in (float, int) and math.isfinite(value) for value in numbers_)
+        and point.loss is not None
+    ):
+        raise ValueError(f"a point has a value that cannot be: {record}")
+    return point
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path} ({error}).") from error

@@ -1,0 +1,262 @@
+"""Ways to give up ranks: which layer loses some next, and how many.
+
+Each way is a generator. It changes the ranks of a `Search` step by step and yields after each step.
+A layer moves down a ladder of ranks, each about a tenth below the one before and low enough to cost
+less: what is above break-even is deployed dense, so it jumps below that first.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+from maestro_lod.cost import DenseMacs, count_params
+from maestro_lod.deploy.journal import Journal
+from maestro_lod.deploy.replay import Replay
+from maestro_lod.errors import OptionError
+from maestro_lod.layers import LowRankMatrix, SharedHead
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.train.penalty import importance
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a deployed model costs; MACs are None if they were not counted."""
+
+    params: int
+    macs: int | None
+    bytes: int
+
+
+class Costs:
+    """What a model costs at any ranks, each layer dense where that has fewer parameters.
+
+    That is the form `fuse` gives it. MACs are those that the form really does: the weights of a
+    recurrent layer are multiplied out before they are used.
+    """
+
+    def __init__(self, model: nn.Module, macs: DenseMacs | None) -> None:
+        self._layers = low_rank_layers(model)
+        self._heads = [(n, m) for n, m in model.named_modules() if isinstance(m, SharedHead)]
+        self._positions = None if macs is None else macs.positions
+        params = count_params(model)
+        limits = {id(layer._limit) for layer in self._layers.values()}  # not deployed
+        size = sum(p.nbytes for p in model.parameters())
+        size += sum(b.nbytes for b in model.buffers() if id(b) not in limits)
+        for layer in self._layers.values():
+            more = layer.dense_weights - layer.weights()
+            params, size = params + more, size + more * layer.u.element_size()
+        self.dense = Cost(params, None if macs is None else macs.total, size)
+
+    def saved(self, name: str, rank: int) -> Cost:
+        """Return what one layer at a rank costs less than the dense layer."""
+        layer, positions = self._layers[name], self._positions
+        if layer.dense_is_cheaper(rank):
+            return Cost(0, None if positions is None else 0, 0)
+        params, macs = layer.dense_weights - layer.weights(rank), None
+        if positions is not None:
+            macs = layer.dense_macs(positions[name]) - layer.macs(positions[name], rank)
+            if isinstance(layer, LowRankMatrix):
+                macs = 0
+            for key, head in self._heads:
+                if head.embedding is layer:
+                    macs += head.dense_macs(positions[key]) - head.macs(positions[key], rank)
+        return Cost(params, macs, params * layer.u.element_size())
+
+    def at(self, ranks: Mapping[str, int]) -> Cost:
+        """Return what the whole model costs at these ranks."""
+        saved = [self.saved(name, rank) for name, rank in ranks.items()]
+        dense = self.dense
+        return Cost(
+            params=dense.params - sum(part.params for part in saved),
+            macs=None if dense.macs is None else dense.macs - sum(p.macs or 0 for p in saved),
+            bytes=dense.bytes - sum(part.bytes for part in saved),
+        )
+
+
+@dataclass
+class Search:
+    """The ranks and the loss that a search has come to, and what it can ask."""
+
+    replay: Replay
+    costs: Costs
+    cost: Literal["macs", "params"]
+    step: float
+    journal: Journal
+    ladders: dict[str, list[int]] = field(init=False)
+    """The ranks that each layer may have, from the model's own on down."""
+
+    def __post_init__(self) -> None:
+        self.ladders = {name: self._ladder(name, rank) for name, rank in self.ranks.items()}
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        return self.replay.ranks
+
+    @property
+    def loss(self) -> float:
+        return self.replay.loss
+
+    def evaluate(self, changes: Mapping[str, int]) -> float:
+        """Return the loss with some ranks changed."""
+        return self.journal.answer(
+            {"loss at": dict(changes)}, lambda: self.replay.evaluate(changes)
+        )
+
+    def accept(self, changes: Mapping[str, int], loss: float) -> None:
+        """Change ranks for good."""
+        self.replay.accept(changes, loss)
+
+    def saved(self, name: str, rank: int) -> int:
+        """Return what a layer at a rank saves of the cost that counts."""
+        saved: int = getattr(self.costs.saved(name, rank), self.cost)
+        return saved
+
+    def share(self, ranks: Mapping[str, int]) -> float:
+        """Return the cost that counts, relative to the dense model's."""
+        at: int = getattr(self.costs.at(ranks), self.cost)
+        dense: int = getattr(self.costs.dense, self.cost)
+        return at / max(1, dense)
+
+    def _ladder(self, name: str, rank: int) -> list[int]:
+        ladder = [rank]
+        while rank > 1:
+            saved, rank = self.saved(name, rank), min(_less(rank, self.step), rank - 1)
+            while rank >= 1 and self.saved(name, rank) <= saved:
+                rank -= 1
+            if rank >= 1:
+                ladder.append(rank)
+        return ladder
+
+    def in_order_of_use(self) -> list[str]:
+        """Return the layers as the model uses them: so evaluated, each remembers for the next."""
+        return sorted(self.ladders, key=self.replay.first_use)
+
+
+def _less(rank: int, step: float) -> int:
+    return math.floor((1.0 - step) * rank + 1e-9)  # 0.7 · 90 is a little less than 63
+
+
+def greedy(search: Search, *, per_cost: bool, exact: bool) -> Iterator[None]:
+    """Always move the layer whose move raises the loss least, in all or per saved cost.
+
+    All candidates are evaluated before each move if `exact`. Otherwise only those that may win: a
+    loss increase that was measured some moves ago is trusted less with every move, and taken for
+    smaller, down to nothing after half as many moves as there are layers.
+    """
+    ladders = search.ladders
+    position = dict.fromkeys(ladders, 0)
+    trusted = 0.0 if exact else len(ladders) / 2
+    losses: dict[str, float] = {}
+    scores: dict[str, float] = {}  # loss increases, per saved cost or not
+    measured: dict[str, int] = {}  # before which move
+
+    def saves(name: str) -> int:
+        now, then = ladders[name][position[name]], ladders[name][position[name] + 1]
+        return search.saved(name, then) - search.saved(name, now)
+
+    def measure(name: str, move: int) -> None:
+        losses[name] = search.evaluate({name: ladders[name][position[name] + 1]})
+        increase = losses[name] - search.loss
+        scores[name] = max(0.0, increase) / saves(name) if per_cost else increase
+        measured[name] = move
+
+    def hoped_for(name: str, move: int) -> tuple[float, int]:
+        score, age = scores[name], move - measured[name]
+        if age and score > 0.0:
+            score = 0.0 if age >= trusted else score * (1.0 - age / trusted)
+        return score, -saves(name) if per_cost else 0
+
+    move = 0
+    while movable := [name for name in ladders if position[name] + 1 < len(ladders[name])]:
+        for name in search.in_order_of_use():
+            if name in movable and (exact or name not in scores):
+                measure(name, move)
+        while measured[best := min(movable, key=lambda n: hoped_for(n, move))] < move:
+            measure(best, move)
+        if math.isinf(losses[best]):
+            return
+        position[best] += 1
+        search.accept({best: ladders[best][position[best]]}, losses[best])
+        move += 1
+        yield
+
+
+def knapsack(search: Search) -> Iterator[None]:
+    """Measure each layer's loss along its ladder, the others untouched; then go down all at once.
+
+    The loss increases of layers are taken to add up. On the lower convex hull of each layer's loss
+    over its saved cost, slopes rise, so taking steps in the order of their slopes is optimal.
+    """
+    steps: list[tuple[float, str, int]] = []
+    for name in search.in_order_of_use():
+        ladder = search.ladders[name]
+        hull = [(search.saved(name, ladder[0]), search.loss, ladder[0])]
+        for rank in ladder[1:]:
+            point = (search.saved(name, rank), search.evaluate({name: rank}), rank)
+            if math.isinf(point[1]):
+                continue
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], point):
+                hull.pop()
+            hull.append(point)
+        steps += [(_slope(a, b), name, b[2]) for a, b in itertools.pairwise(hull)]
+    for _, name, rank in sorted(steps):
+        changes = {name: rank}
+        loss = search.evaluate(changes)
+        if math.isinf(loss):
+            return
+        search.accept(changes, loss)
+        yield
+
+
+def _slope(a: tuple[int, float, int], b: tuple[int, float, int]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
+def threshold(search: Search) -> Iterator[None]:
+    """Sweep one threshold over the importance of all ranks; each step saves a share of the cost.
+
+    A layer whose remaining ranks would save nothing keeps all: it is deployed dense anyway.
+    """
+    full = dict(search.ranks)
+    rising = {n: v.flip(0).tolist() for n, v in importance(search.replay.model).items()}
+    share = search.share(full)
+    for limit in sorted({value for values in rising.values() for value in values}):
+        ranks = {
+            name: max(len(values) - bisect.bisect_right(values, limit), min(1, full[name]))
+            for name, values in rising.items()
+        }
+        for name, rank in ranks.items():
+            if search.saved(name, rank) <= search.saved(name, full[name]):
+                ranks[name] = full[name]
+        if search.share(ranks) > share * (1 - search.step):
+            continue
+        share, loss = search.share(ranks), search.evaluate(ranks)
+        if math.isinf(loss):
+            return
+        search.accept(ranks, loss)
+        yield
+
+
+def given(search: Search, maps: Iterable[Mapping[str, int]]) -> Iterator[None]:
+    """Take these ranks, one mapping after the other."""
+    for i, ranks in enumerate(maps):
+        loss = search.evaluate(ranks)
+        if math.isinf(loss):
+            raise OptionError(f"the loss at ranks[{i}] is NaN or infinite. Leave that mapping out.")
+        search.accept(ranks, loss)
+        yield
+
+
+METHODS: dict[str, Callable[[Search, bool], Iterator[None]]] = {
+    "per-cost": lambda search, exact: greedy(search, per_cost=True, exact=exact),
+    "greedy": lambda search, exact: greedy(search, per_cost=False, exact=exact),
+    "knapsack": lambda search, _: knapsack(search),
+    "threshold": lambda search, _: threshold(search),
+}
