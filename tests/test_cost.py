@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ TRAINING = {
 
 
 @pytest.fixture(scope="module", params=COUNTS)
-def paper_model(request: pytest.FixtureRequest) -> Iterator[tuple[str, nn.Module, Tensor]]:
+def paper_model(request: pytest.FixtureRequest) -> tuple[str, nn.Module, Tensor]:
     """A decomposed model of the paper; only its shapes count, so the factors are left zero."""
 
     def zeros(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,8 @@ def paper_model(request: pytest.FixtureRequest) -> Iterator[tuple[str, nn.Module
     build, shape = IMAGES[request.param]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowrank, "svd_factors", zeros)
-        yield request.param, lod.decompose(build()), torch.empty(shape)
+        model = lod.decompose(build())
+    return request.param, model, torch.empty(shape)
 
 
 def positions_of(model: nn.Module, x: Tensor) -> dict[str, int]:
@@ -539,3 +540,67 @@ def test_a_ledger_is_restored_from_plain_data() -> None:
     other = Ledger(dense_params=0)
     other.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
     assert other == ledger
+
+
+# -- what a model in training would be deployed as ---------------------------------------------
+
+
+class Language(nn.Module):
+    """An embedding tied to its head, around a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 8)
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 30, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.embedding(x)))
+
+
+class Upsampling(nn.Module):
+    """A transposed convolution whose output size only the dense layer can be asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(8, 8, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x, output_size=[8, 8])
+
+
+TOKENS = torch.zeros(2, 5, dtype=torch.int64)
+DEPLOYED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "convolutions": (small_net, torch.randn(2, 3, 8, 8)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 6)), TOKENS),
+    "tied": (Language, TOKENS),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        torch.randn(2, 5, 8),
+    ),
+    "output size": (Upsampling, torch.randn(1, 8, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("ranks", [None, 0, 1, 3, 0.5], ids=str)
+@pytest.mark.parametrize(("build", "x"), DEPLOYED.values(), ids=DEPLOYED)
+def test_the_ledger_knows_what_the_model_would_be_deployed_as(
+    build: Callable[[], nn.Module], x: Any, ranks: Any
+) -> None:
+    model = lod.decompose(build(), tied="share").eval()
+    ledger = Ledger.of(model, x)
+    for layer in low_rank_layers(model).values():
+        wanted = ranks if isinstance(ranks, int) else round((ranks or 1.0) * layer.full_rank)
+        layer.resize(min(wanted, layer.full_rank))
+    model(x)
+    after = lod.summary(model, x)
+    assert ledger.deployed(model) == (after.fused_params, after.fused_macs)
+    assert count_params(lod.fuse(model)) == after.fused_params
+
+
+def test_without_an_example_only_the_parameters_of_what_is_deployed_are_known() -> None:
+    model = lod.decompose(LeNet(), ranks={"conv2": 9, "fc1": 20})
+    assert Ledger.of(model).deployed(model) == (20_320, None)
+    known = Ledger.of(model, torch.empty(1, 1, 28, 28))
+    assert known.deployed(model) == (20_320, 200_456)

@@ -816,3 +816,40 @@ def test_a_compiled_wrapper_is_unwrapped():
     assert train.model is model
     assert ranks(train.model) == RANKS
     assert train.state_dict()["ranks"] == RANKS
+
+
+# -- accumulated gradients ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"full_pass": True}, {"full_pass": True, "distill": True}])
+@pytest.mark.parametrize("weight", [0.25, 0.5, 2.0])
+def test_the_weight_of_a_batch_scales_its_loss_and_gradients(options, weight):
+    results = []
+    for given in ({}, {"weight": weight}):
+        model = low_rank_model()
+        train = LoD(model, sgd(model), penalty=0.1, threshold=1e-3, seed=4, **options)
+        x, y = batch(0, 0)
+        loss = train.backward(lambda: model(x), lambda out: F.cross_entropy(out, y), **given)  # noqa: B023
+        results.append((loss, gradients(model)))
+    (loss, plain), (weighted_loss, weighted) = results
+    assert weighted_loss == weight * loss  # exact, since the weights are powers of two
+    assert_close(weighted, {name: weight * gradient for name, gradient in plain.items()})
+
+
+def test_weights_that_sum_to_one_average_over_batches():
+    model = low_rank_model()
+    train = LoD(model, sgd(model), penalty=0.1, threshold=1e-3, sampling="iid", seed=4)
+    draws = RankSampler(model, strategy="iid", seed=4)
+    for i in range(3):
+        x, y = batch(0, i)
+        train.backward(lambda: model(x), lambda out: F.cross_entropy(out, y), weight=1 / 3)  # noqa: B023
+    ours = gradients(model)
+    model.zero_grad()
+    total = torch.zeros(())
+    for i in range(3):
+        x, y = batch(0, i)
+        with at_ranks(model, draws.sample()):
+            total = total + F.cross_entropy(model(x), y) / 3
+    (total + 0.1 * group_lasso(model)).backward()
+    assert_close(ours, gradients(model))
+    assert train.state_dict()["steps"] == 3

@@ -360,11 +360,13 @@ class Ledger:
         """Return params and MACs of the model as `fuse` would leave it: dense where cheaper."""
         params, macs = count_params(model), self.dense_macs
         for name, layer in costed_layers(model).items():
-            if isinstance(layer, LowRank):
-                params -= max(0, layer.weights() - layer.dense_weights)
-            if macs is not None:
-                positions = self.positions[name]
-                macs -= max(0, layer.dense_macs(positions) - layer.macs(positions))
+            owner = layer.embedding if isinstance(layer, SharedHead) else layer
+            if not owner.dense_is_cheaper():
+                if macs is not None:
+                    positions = self.positions[name]
+                    macs -= layer.dense_macs(positions) - layer.macs(positions)
+            elif layer is owner:
+                params -= owner.weights() - owner.dense_weights
         return params, macs
 
     def _expected(

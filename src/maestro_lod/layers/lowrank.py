@@ -283,8 +283,12 @@ class LowRank(nn.Module):
         for factor, dim in ((self.u, 1), (self.v, 0)):
             shape = [*factor.shape]
             shape[dim] = rank
+            # in the memory layout it had, which fused optimizers expect of their state too
+            layout = sorted(range(factor.ndim), key=factor.stride, reverse=True)
             factor.grad = None
-            factor.data = factor.new_empty(shape)
+            factor.data = torch.empty_permuted(
+                shape, layout, dtype=factor.dtype, device=factor.device
+            )
         self.freeze_if_empty()
 
     def freeze_if_empty(self) -> None:
