@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import maestro_lod as lod
 from maestro_lod import checkpoint
 from maestro_lod.checkpoint import load_state, save_state
-from maestro_lod.errors import CheckpointError, LayerError, MaestroError, RankError
+from maestro_lod.errors import CheckpointError, LayerError, MaestroError, OptionError, RankError
 from maestro_lod.layers import LowRank
 from maestro_lod.tasks.models import LeNet
 
@@ -851,3 +851,63 @@ def test_a_state_is_not_taken_for_a_model(path: Path) -> None:
     save_state(trained_net().state_dict(), path)
     with pytest.raises(CheckpointError, match=r"not written by maestro_lod\.save"):
         lod.load(path, into=net())
+
+
+# -- a size by what it may cost ----------------------------------------------------------------
+
+
+def elastic(path: Path) -> tuple[nn.Module, lod.Frontier]:
+    """Save a small model with its frontier."""
+    model = lod.decompose(nn.Sequential(nn.Linear(24, 20), nn.ReLU(), nn.Linear(20, 8)))
+    x, y = torch.randn(64, 24), torch.randint(8, (64,))
+    sizes = lod.frontier(model, lambda m: nn.functional.cross_entropy(m(x), y))
+    lod.save(model, path, frontier=sizes)
+    return model, sizes
+
+
+def blank() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 20), nn.ReLU(), nn.Linear(20, 8))
+
+
+@pytest.mark.parametrize("limits", [{"max_params": 0.5}, {"max_macs": 0.4}, {"max_bytes": 0.9}])
+def test_a_file_with_a_frontier_is_loaded_by_what_it_may_cost(
+    path: Path, limits: dict[str, Any]
+) -> None:
+    model, sizes = elastic(path)
+    loaded = lod.load(path, into=blank(), **limits)
+    assert lod.ranks(loaded) == sizes.pick(**limits)
+    x = torch.randn(5, 24)
+    with lod.at_ranks(model, sizes.pick(**limits)):
+        torch.testing.assert_close(loaded(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"max_params": 1}, OptionError, "max_params=1: the nearest"),
+        ({"max_prams": 0.5}, OptionError, "'max_prams'. Did you mean 'max_params'"),
+        ({"max_params": 0.5, "ranks": 2}, OptionError, "not both"),
+        ({"min_accuracy": 0.5}, OptionError, "knows no accuracy"),
+        ({"max_params": -1}, OptionError, "above 0"),
+    ],
+)
+def test_a_size_that_cannot_be_chosen_is_refused(
+    path: Path,
+    options: dict[str, Any],
+    error: type[MaestroError],
+    words: str,
+    snapshot: Callable[[nn.Module], Any],
+) -> None:
+    elastic(path)
+    into = blank()
+    before = snapshot(into)
+    with pytest.raises(error, match=words):
+        lod.load(path, into=into, **options)
+    before.assert_unchanged(into)
+
+
+def test_a_file_without_a_frontier_says_how_to_get_one(path: Path) -> None:
+    model, _ = elastic(path)
+    lod.save(model, path)
+    with pytest.raises(CheckpointError, match="no frontier"):
+        lod.load(path, into=blank(), max_params=0.5)
