@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from maestro_lod.tasks.run import Run
 from maestro_lod.tasks.setup import Setup
@@ -19,35 +20,47 @@ class Display:
     def __init__(self, console: Console, quiet: bool = False) -> None:
         self.console = console
         self.quiet = quiet
+        self.begun = False
         self._bars: Progress | None = None
         self._epochs = self._batches = 0
         self._refreshed = 0.0
 
     def begin(self, run: Run, setup: Setup, progress: fit.Progress) -> None:
         recipe = run.recipe
+        self.begun = True
         self._epochs, self._batches = recipe.epochs, len(setup.data.train)
-        if progress.step:
-            place = f"epoch {progress.epoch + 1}, batch {progress.batch}"
+        if progress.epoch == self._epochs:
+            self._line(f"resuming {run.directory} after its last epoch")
+        elif progress.step:
+            place = f"epoch {progress.epoch + 1}, batch {progress.batch + 1}"
             self._line(f"resuming {run.directory} at {place}")
         else:
             self._line(f"{recipe.recipe or recipe.model.name}: {setup.data.note}")
             self._line(f"writing to {run.directory}")
         if self.console.is_terminal and not self.quiet:
-            self._bars = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[state]}"),
-                console=self.console,
-            )
-            done = progress.epoch * self._batches + progress.batch
-            total = self._epochs * self._batches
-            self._run = self._bars.add_task("training", total=total, completed=done, state="")
-            self._epoch = self._bars.add_task(
-                "epoch", total=self._batches, completed=progress.batch, state=""
-            )
-            self._bars.start()
+            self._show_bars(progress)
+
+    def _show_bars(self, progress: fit.Progress) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
+            console=self.console,
+            expand=True,
+            transient=True,  # what remains are the lines of the epochs
+        )
+        self._run = self._bars.add_task(
+            "training",
+            total=self._epochs * self._batches,
+            completed=progress.epoch * self._batches + progress.batch,
+            state=_cost(progress.history[-1]) if progress.history else "",
+        )
+        self._epoch = self._bars.add_task(
+            "epoch", total=self._batches, completed=progress.batch, state=""
+        )
+        self._bars.start()
 
     def step(self, progress: fit.Progress) -> None:
         now = time.monotonic()
@@ -64,8 +77,9 @@ class Display:
 
     def epoch(self, record: dict[str, Any]) -> None:
         if self._bars is not None:
-            self._bars.update(self._run, completed=record["epoch"] * self._batches)
-            self._bars.update(self._run, state=_cost(record))
+            done = record["epoch"] * self._batches
+            self._bars.update(self._run, completed=done, state=_cost(record))
+            self._bars.update(self._epoch, completed=self._batches)
         width = len(str(self._epochs))
         self._line(
             f"epoch {record['epoch']:{width}d}/{self._epochs}  {_described(record)}  "
@@ -83,8 +97,7 @@ class Display:
 
     def _line(self, text: str) -> None:
         if not self.quiet:
-            console = self.console if self._bars is None else self._bars.console
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _described(record: dict[str, Any]) -> str:

@@ -17,7 +17,8 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -62,16 +63,19 @@ class Run:
     @classmethod
     def create(cls, recipe: Recipe, directory: Path) -> Run:
         """Return a run that `train` will write to a new or empty directory; writes nothing yet."""
-        if directory.is_dir() and any(directory.iterdir()):
+        there = _existing(directory)
+        if not there.is_dir():
+            raise OptionError(f"--out {directory}: {there} is a file. Give a directory.")
+        if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+            raise OptionError(f"--out {directory}: {there} cannot be written to. Give another.")
+        # hidden files do not count: a start that was killed at once may have left one
+        if directory.is_dir() and any(
+            not path.name.startswith(".") for path in directory.iterdir()
+        ):
             raise OptionError(
                 f"{directory} is not empty. Give another --out, or go on with the run in it: "
                 f"lod resume {directory}"
             )
-        there = next(p for p in (directory.absolute(), *directory.absolute().parents) if p.exists())
-        if not there.is_dir():
-            raise OptionError(f"--out {directory}: {there} is a file. Give a directory.")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise OptionError(f"--out {directory}: {there} cannot be written to. Give another.")
         return cls(directory, recipe)
 
     @classmethod
@@ -79,7 +83,7 @@ class Run:
         """Return an existing run."""
         config = directory / "config.yaml"
         if not config.is_file():
-            what = "holds no run (no config.yaml)" if directory.is_dir() else "does not exist"
+            what = "holds no run (no config.yaml)" if directory.is_dir() else "is no directory"
             raise OptionError(f"{directory} {what}. A run is made by: lod train RECIPE --out DIR")
         return cls(directory, load_recipe(str(config)))
 
@@ -118,16 +122,33 @@ class Run:
     def _write(self, name: str, text: str) -> None:
         """Write a small file, all or nothing."""
         temporary = self.directory / f".{name}.new"
-        try:
-            with temporary.open("w") as file:
+        with self._explained():
+            with temporary.open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.directory / name)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say how to go on where a file of the run cannot be written."""
+        try:
+            yield
+        except CheckpointError as error:
+            if error.__cause__ is None:  # not for want of room: something that no file can hold
+                raise
+            raise CheckpointError(f"{error} {self._way_out}") from error
         except OSError as error:
             raise CheckpointError(
-                f"cannot write {self.directory / name} ({error.strerror})."
-            ) from None
+                f"cannot write {error.filename or self.directory} ({error.strerror}). "
+                f"{self._way_out}"
+            ) from error
+
+    @property
+    def _way_out(self) -> str:
+        if not (self.directory / "config.yaml").exists():
+            return "Make room, or give another --out."
+        return f"What was saved is whole: make room, then go on with: lod resume {self.directory}"
 
     # -- training ------------------------------------------------------------------------------
 
@@ -141,6 +162,8 @@ class Run:
         """
         recipe = self.recipe
         setup = Setup.of(recipe)
+        for leftover in self.directory.glob(".*.safetensors.*"):  # of a write that was killed
+            leftover.unlink()
         progress = self._resumed(setup) if self.checkpoint.exists() else Progress()
         if not self.checkpoint.exists():
             self._make_directory(setup)
@@ -168,7 +191,7 @@ class Run:
             record = progress.history[-1]
             self._save(setup, progress)
             saved = time.monotonic()
-            with (self.directory / "metrics.jsonl").open("a") as file:
+            with self._explained(), (self.directory / "metrics.jsonl").open("a") as file:
                 file.write(_line(record))
             for watcher in watchers:
                 watcher.epoch(record)
@@ -205,13 +228,8 @@ class Run:
             "lod": None if setup.lod is None else setup.lod.state_dict(),
             "progress": progress.state_dict(),
         }
-        try:
+        with self._explained():
             save_state(state, self.checkpoint)
-        except CheckpointError as error:
-            good = "" if not self.checkpoint.exists() else " The checkpoint before is whole:"
-            raise CheckpointError(
-                f"{error}{good} make room, then go on with: lod resume {self.directory}"
-            ) from None
 
     def _resumed(self, setup: Setup) -> Progress:
         """Put all parts into the state of the checkpoint and return the place reached."""
@@ -225,7 +243,7 @@ class Run:
                 setup.lod.load_state_dict(state["lod"])
             return Progress.from_state(state["progress"])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).partition("\n")[0]
             raise CheckpointError(
                 f"{self.checkpoint} does not belong to {self.directory / 'config.yaml'} ({reason})."
             ) from None
@@ -239,10 +257,11 @@ class Run:
             test = evaluate(model, data.test, own_loss)
         if data.score is not None:
             test |= data.score(model)
-        if low_rank_layers(model):
-            save(model, self.model_file)
-        else:
-            save_state(model.state_dict(), self.model_file)
+        with self._explained():
+            if low_rank_layers(model):
+                save(model, self.model_file)
+            else:
+                save_state(model.state_dict(), self.model_file)
         ledger = None if lod is None else lod.ledger
         result = {
             "status": "finished",
@@ -265,25 +284,28 @@ class Run:
             "epochs": progress.epoch,
         }
         self.write_json("result.json", result)
-        write_report([self.directory], self.directory / "report.html")
+        with self._explained():
+            write_report([self.directory], self.directory / "report.html")
         return result
 
     def _make_directory(self, setup: Setup) -> None:
         """Refuse to start where checkpoints would not fit: two at a time, with optimizer state."""
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.directory):
-                pass
-        except OSError as error:
-            raise CheckpointError(f"cannot write to {self.directory} ({error.strerror}).") from None
         moments = 1 if self.recipe.optimizer.name == "sgd" else 2
         needed = 2 * 4 * count_params(setup.model) * (1 + moments) + 2**20
-        free = shutil.disk_usage(self.directory).free
+        free = shutil.disk_usage(_existing(self.directory)).free
         if free < needed:
             raise CheckpointError(
                 f"{self.directory} has {free / 1e6:.0f} MB free; checkpoints of this run need "
                 f"about {needed / 1e6:.0f} MB. Make room or give another --out."
             )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except OSError as error:
+            raise OptionError(
+                f"--out {self.directory} cannot be written to ({error.strerror}). Give another."
+            ) from None
 
     # -- afterwards ----------------------------------------------------------------------------
 
@@ -294,8 +316,18 @@ class Run:
         model = model_of(self.recipe, data)
         if low_rank_layers(model):
             return load(self.model_file, into=model), data
-        model.load_state_dict(load_state(self.model_file))
+        state = load_state(self.model_file)
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            raise CheckpointError(f"{self.model_file} is of another model. {error}") from None
         return model, data
+
+
+def _existing(directory: Path) -> Path:
+    """Return a directory, or the closest parent that exists."""
+    whole = directory.absolute()
+    return next(path for path in (whole, *whole.parents) if os.path.lexists(path))
 
 
 def _line(record: dict[str, Any]) -> str:
