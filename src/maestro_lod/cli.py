@@ -26,7 +26,7 @@ try:
     from maestro_lod.tasks.deployment import SUFFIXES, Trained, find_frontier
     from maestro_lod.tasks.deployment import bench as compare
     from maestro_lod.tasks.deployment import deploy as write_deployment
-    from maestro_lod.tasks.recipe import all_settings, load_recipe, recipe_names
+    from maestro_lod.tasks.recipe import Recipe, all_settings, load_recipe, recipe_names
     from maestro_lod.tasks.run import Interrupted, Run, Watcher
     from maestro_lod.tasks.setup import OwnCodeError, data_of, model_of, own_names
 except ImportError as missing:  # the core works without what the program needs
@@ -107,10 +107,7 @@ def train(
 
       lod train my.yaml     (model: my_package.models:build, data: my_package.data:load, epochs: 5)
     """
-    changes = list(change or [])
-    if data is not None:
-        changes.append(f"data.directory={json.dumps(str(data.absolute()))}")  # for any name
-    chosen = load_recipe(recipe, changes)
+    chosen = load_recipe(recipe, _with_data(change, data))
     _train(Run.create(chosen, out or _free_directory(Path(chosen.recipe).name or "run")), quiet)
 
 
@@ -126,6 +123,107 @@ def resume(
             f"the run in {directory} has finished. To write its report anew: lod report {directory}"
         )
     _train(run, quiet)
+
+
+@app.command()
+def tune(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe's name (see: lod recipes), or a YAML file."
+        ),
+    ],
+    max_params: Annotated[
+        int | None, typer.Option(help="Most parameters that the model may have.")
+    ] = None,
+    min_accuracy: Annotated[
+        float | None, typer.Option(help="Least accuracy on validation data, such as 0.98.")
+    ] = None,
+    pareto: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TRIALS",
+            help="Instead: so many trials over λ and learning rate, for the best trade-offs "
+            "between accuracy and MACs.",
+        ),
+    ] = None,
+    largest: Annotated[
+        float | None, typer.Option(help="Largest λ. [dim]\\[default: 8 × the recipe's][/dim]")
+    ] = None,
+    smallest: Annotated[
+        float | None, typer.Option(help="Smallest λ. [dim]\\[default: largest / 1024][/dim]")
+    ] = None,
+    few: Annotated[
+        float, typer.Option(help="Share of --max-params below which a trial ends as too sparse.")
+    ] = 0.5,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where trials are written. [dim]\\[default: runs/tune-RECIPE][/dim]"),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|URL",
+            help="Where the search is kept: a file, or a database such as postgresql://… "
+            "[dim]\\[default: search.journal in --out][/dim]",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the search. [dim]\\[default: RECIPE][/dim]")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Where the data sets lie; else $LOD_DATA.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Search the λ that gives a model within limits: halve it until one is accurate enough.
+
+    The same command goes on with a search that was stopped, and joins one that runs: start it as
+    often as you have machines, with the same --out or --storage. Ends with exit code 1 if no model
+    is within both limits.
+
+    Examples:
+
+      lod tune lenet-mnist --max-params 12000 --min-accuracy 0.98
+
+      lod tune lenet-mnist --pareto 30
+    """
+    if pareto is not None and (max_params is not None or min_accuracy is not None):
+        raise OptionError("--pareto has no limits: leave --max-params and --min-accuracy out.")
+    if pareto is None and (max_params is None or min_accuracy is None):
+        raise OptionError("give both --max-params and --min-accuracy, or --pareto.")
+    chosen = load_recipe(recipe, _with_data(change, data))
+    tuning = _extra("maestro_lod.tasks.tuning", "lod tune", "tune")
+    display = Display(Console(), quiet)
+    with _stoppable(display, chosen, "the same command", lambda: True) as asked:
+        search = tuning.Tuning(
+            chosen,
+            out or Path("runs") / f"tune-{Path(chosen.recipe).name or 'run'}",
+            storage=storage,
+            name=name,
+            watchers=_watchers(chosen, display),
+            watch=lambda trial: None if quiet else _say(str(trial)),
+            stop=lambda: bool(asked),
+        )
+        if pareto is not None:
+            found = search.explore(pareto, largest=largest, smallest=smallest)
+        else:
+            found = search.tune(
+                max_params=max_params,
+                min_accuracy=min_accuracy,
+                largest=largest,
+                smallest=smallest,
+                few=few,
+            )
+    _say(f"\n{found}")
+    if pareto is None and found.chosen is not None:
+        _say(f"model and report: {found.chosen.where}")
+    if pareto is None and found.status != "satisfied":
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -333,27 +431,60 @@ def _free_directory(name: str) -> Path:
         number += 1
 
 
+def _with_data(change: list[str] | None, data: Path | None) -> list[str]:
+    """Return the changes of a recipe, --data among them."""
+    if data is None:
+        return change or []
+    return [*(change or []), f"data.directory={json.dumps(str(data.absolute()))}"]  # for any name
+
+
 def _train(run: Run, quiet: bool) -> None:
     display = Display(Console(), quiet)
-    watchers: list[Watcher] = [display]
-    if run.recipe.tensorboard:
-        watchers.append(_tensorboard())
     again = f"lod resume {shlex.quote(str(run.directory))}"
+    with _stoppable(display, run.recipe, again, run.checkpoint.exists) as asked:
+        result = run.train(_watchers(run.recipe, display), stop=lambda: bool(asked))
+    _say(f"\n{_result_table(run, result)}\n\nreport: {run.directory / 'report.html'}")
+
+
+def _watchers(recipe: Recipe, display: Display) -> list[Watcher]:
+    watchers: list[Watcher] = [display]
+    if recipe.tensorboard:
+        module = _extra("maestro_lod.integrations.tensorboard", "tensorboard=true", "tensorboard")
+        watchers.append(module.TensorBoard())
+    return watchers
+
+
+def _extra(module: str, what: str, extra: str) -> Any:
+    """Import a module whose packages are an extra."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise OptionError(
+            f"{what} needs the package: pip install 'maestro-lod[{extra}]'."
+        ) from None
+
+
+@contextmanager
+def _stoppable(
+    display: Display, recipe: Recipe, again: str, saved: Callable[[], bool]
+) -> Iterator[list[int]]:
+    """Let signals stop a training, and say how to go on after whatever has ended it."""
+    asked: list[int] = []
     try:
         with _stop_on_signal(lambda: display.begun) as asked, _warnings_in_a_line():
-            result = run.train(watchers, stop=lambda: bool(asked))
+            yield asked
     except Interrupted:
         display.close()
         _say(f"stopped; everything is saved. Go on with: {again}")
         raise typer.Exit(128 + asked[0]) from None
     except KeyboardInterrupt:
         display.close()
-        hint = f" Go on from the last checkpoint with: {again}" if run.checkpoint.exists() else ""
+        hint = f" Go on from the last checkpoint with: {again}" if saved() else ""
         raise typer.Exit(_complain(f"interrupted.{hint}", 130)) from None
     except MaestroError:
         raise
     except Exception as error:
-        names = own_names(run.recipe)
+        names = own_names(recipe)
         if not names:
             raise
         raise OwnCodeError(
@@ -362,18 +493,6 @@ def _train(run: Run, quiet: bool) -> None:
         ) from error
     finally:
         display.close()
-    _say(f"\n{_result_table(run, result)}\n\nreport: {run.directory / 'report.html'}")
-
-
-def _tensorboard() -> Watcher:
-    try:
-        module = importlib.import_module("maestro_lod.integrations.tensorboard")
-    except ImportError:
-        raise OptionError(
-            "tensorboard=true needs the package: pip install 'maestro-lod[tensorboard]'."
-        ) from None
-    watcher: Watcher = module.TensorBoard()
-    return watcher
 
 
 @contextmanager

@@ -228,10 +228,10 @@ class _Halving(Plan):
         return _satisfied(trials) or tried.issuperset(self._needed(trials))
 
     def _needed(self, trials: Sequence[Trial]) -> list[float]:
-        """Return all λ, or those down to the first whose model has ended too large."""
+        """Return the λ that matter: larger than any whose model has ended too large."""
         complete = [trial for trial in trials if trial.status == "complete"]
         too_large = [t.penalty or 0.0 for t in complete if _params(t) > self.max_params]
-        return [penalty for penalty in self.penalties if penalty >= max(too_large, default=0.0)]
+        return [penalty for penalty in self.penalties if penalty > max(too_large, default=0.0)]
 
     def result(self, trials: Sequence[Trial]) -> Tuned:
         satisfied = [trial for trial in trials if trial.status == "satisfied"]

@@ -1,0 +1,232 @@
+"""`lod tune`: searches over the trainings of one recipe; each trial is a run directory."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maestro_lod.cost import Ledger
+from maestro_lod.errors import OptionError, TrainingError
+from maestro_lod.tasks.data import Data
+from maestro_lod.tasks.recipe import Recipe, dumped
+from maestro_lod.tasks.run import Interrupted, Run, Watcher
+from maestro_lod.tasks.setup import Setup, data_of, model_of
+from maestro_lod.train.budget import Costs
+from maestro_lod.train.fit import Progress
+from maestro_lod.train.trials import Enough, Reached, Report, Storage, Trial
+from maestro_lod.train.tune import Front, Tuned, explore, tune
+
+_ABOVE = 8  # times the recipe's λ: where a search starts, unless told
+_HALVINGS = 10  # from the largest λ to the smallest, unless told
+_RATES = (0.1, 3.0)  # times the recipe's learning rate: between these a search draws its own
+_VALIDATION = 0.1  # share of the training set, where the recipe keeps none apart
+
+
+@dataclass
+class Tuning:
+    """Searches over trainings of one recipe that differ in λ; each trial is a run directory.
+
+    Processes that give the same `storage` and `name` share one search. A storage is a path, by
+    default in `directory`, or a database's URL. Those who share `directory` too go on with trials
+    of others that were killed; else such a trial starts anew. `watchers` are told of each training,
+    `watch` of each trial that starts or ends; `stop` is asked whether to stop.
+    """
+
+    recipe: Recipe
+    directory: Path
+    storage: Storage | None = None
+    name: str | None = None
+    watchers: Sequence[Watcher] = ()
+    watch: Callable[[Trial], None] = lambda trial: None
+    stop: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        if self.recipe.method != "lod" or not self.recipe.shrink:
+            what = "shrink=false" if self.recipe.method == "lod" else f"method={self.recipe.method}"
+            raise OptionError(f"with {what} no λ makes a model smaller: there is nothing to tune.")
+        if self.recipe.data.validation == 0.0:
+            warnings.warn(
+                f"data.validation=0 leaves nothing to judge by: trials keep {_VALIDATION:.0%} of "
+                "the training set apart.",
+                stacklevel=3,
+            )
+            data = self.recipe.data.model_copy(update={"validation": _VALIDATION})
+            self.recipe = self.recipe.model_copy(update={"data": data})
+
+    def tune(
+        self,
+        *,
+        max_params: int,
+        min_accuracy: float,
+        largest: float | None = None,
+        smallest: float | None = None,
+        few: float = 0.5,
+    ) -> Tuned:
+        """Halve λ until a model has the accuracy and no more than the params."""
+        high, low = self._penalties(largest, smallest)
+        self._require_possible(max_params, self._data())
+        return tune(
+            lambda penalty, report: self._train(self._changed(penalty), report),
+            max_params=max_params,
+            min_accuracy=min_accuracy,
+            largest=high,
+            smallest=low,
+            few=few,
+            **self._shared(),
+        )
+
+    def explore(
+        self, trials: int, *, largest: float | None = None, smallest: float | None = None
+    ) -> Front:
+        """Search λ and learning rate for the best trade-offs between accuracy and MACs."""
+        high, low = self._penalties(largest, smallest)
+        self._data()
+        rate = self.recipe.optimizer.lr
+        return explore(
+            lambda penalty, lr, report: self._train(self._changed(penalty, lr), report),
+            trials=trials,
+            penalties=(low, high),
+            rates=(_RATES[0] * rate, _RATES[1] * rate),
+            seed=self.recipe.seed,
+            **self._shared(),
+        )
+
+    # -- before anything is trained --------------------------------------------------------------
+
+    def _penalties(self, largest: float | None, smallest: float | None) -> tuple[float, float]:
+        if largest is None and self.recipe.penalty == 0.0:
+            raise OptionError("the recipe has penalty=0, no λ to start from: give the largest.")
+        high = _ABOVE * self.recipe.penalty if largest is None else largest
+        return high, high / 2**_HALVINGS if smallest is None else smallest
+
+    def _data(self) -> Data:
+        data = data_of(self.recipe)
+        if data.validation is None:
+            raise OptionError(
+                f"data {self.recipe.data.name!r} has no validation split: trials cannot be judged."
+            )
+        return data
+
+    def _require_possible(self, max_params: int, data: Data) -> None:
+        """Refuse a limit that every model keeps, or none."""
+        model = model_of(self.recipe, data)
+        ledger = Ledger.of(model)
+        costs = Costs.of(model, ledger, "params")
+        fewest = costs.deployed(dict.fromkeys(costs.per_rank, self.recipe.min_rank))
+        if max_params >= ledger.dense_params:
+            raise OptionError(
+                f"max_params={max_params} is not below the dense model's {ledger.dense_params}: "
+                "nothing would have to shrink."
+            )
+        if max_params < fewest:
+            raise OptionError(
+                f"max_params={max_params} cannot be reached: {fewest} are in no low-rank factor, "
+                f"or kept by min_rank={self.recipe.min_rank}."
+            )
+
+    def _shared(self) -> dict[str, Any]:
+        """Return the options that both searches take."""
+        # all but what says where and how to train: that may differ between machines
+        about = self.recipe.model_dump(
+            mode="json",
+            exclude={
+                "recipe": True,
+                "description": True,
+                "data": {"directory"},
+                "penalty": True,
+                "device": True,
+                "threads": True,
+                "checkpoint_every": True,
+                "tensorboard": True,
+            },
+        )
+        return {
+            "storage": self.storage or self.directory / "search.journal",
+            "name": self.name or self.recipe.recipe or "lod",
+            "about": about,
+            "watch": self.watch,
+            "sleep": self._sleep,
+        }
+
+    def _sleep(self, seconds: float) -> None:
+        if self.stop():
+            raise Interrupted
+        time.sleep(seconds)
+
+    # -- one trial -------------------------------------------------------------------------------
+
+    def _changed(self, penalty: float, lr: float | None = None) -> Recipe:
+        changes: dict[str, Any] = {"penalty": penalty}
+        if lr is not None:
+            changes["optimizer"] = self.recipe.optimizer.model_copy(update={"lr": lr})
+        return self.recipe.model_copy(update=changes)
+
+    def _train(self, recipe: Recipe, report: Report) -> None:
+        run = self._run(recipe, report)
+        report.note(str(run.directory))
+        try:
+            run.train([*self.watchers, _Reporter(report)], self.stop)
+        except (Enough, TrainingError) as end:
+            early = isinstance(end, Enough) and end.status in ("satisfied", "too sparse")
+            result = _finished(run, report) if early else {}
+            for watcher in self.watchers:
+                watcher.end(result)
+            raise
+
+    def _run(self, recipe: Recipe, report: Report) -> Run:
+        """Return the run of a trial; one that repeats another takes over its directory."""
+        directory = self._place(report.number)
+        for number in report.repeats:
+            if self._place(number).exists():
+                # moved, not shared: if the other still lives after all, it cannot write here
+                self._place(number).rename(directory)
+                return Run(directory, recipe)
+        return Run.create(recipe, directory)
+
+    def _place(self, number: int) -> Path:
+        return self.directory / f"trial-{number}"
+
+
+class _Reporter:
+    """A watcher that reports each epoch to the search."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def begin(self, run: Run, setup: Setup, progress: Progress) -> None:
+        assert setup.lod is not None
+        self._ledger, self._epochs = setup.lod.ledger, run.recipe.epochs
+        if progress.history:
+            self.report(self._reached(progress.history[-1]), resumed=True)
+
+    def step(self, progress: Progress) -> None:
+        pass
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        self.report(self._reached(record))
+
+    def end(self, result: dict[str, Any]) -> None:
+        pass
+
+    def _reached(self, record: dict[str, Any]) -> Reached:
+        accuracy = record.get("validation_accuracy")
+        if accuracy is None:
+            raise OptionError("the recipe's targets are no classes: there is no accuracy to tune.")
+        mean = self._ledger.relative_macs
+        assert mean is not None  # a run's ledger knows an example
+        cost = mean * len(self._ledger.epochs) / self._epochs
+        return Reached(record["epoch"], accuracy, record["params"], record["macs"], cost)
+
+
+def _finished(run: Run, report: Report) -> dict[str, Any]:
+    """Finish a run at the epoch it has reached, which becomes its last, and return the result."""
+    assert report.last is not None
+    recipe = run.recipe.model_copy(update={"epochs": report.last.epoch})
+    new = run.directory / ".config.yaml.new"
+    new.write_text(dumped(recipe), encoding="utf-8")
+    new.replace(run.directory / "config.yaml")
+    return Run(run.directory, recipe).train()
