@@ -1,5 +1,8 @@
 """Any PyTorch model in, one training run, every size out."""
 
+import importlib
+from typing import Any
+
 from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import summary
 from maestro_lod.deploy.export import export, rebuild
@@ -40,4 +43,12 @@ __all__ = [
     "shrink",
     "summary",
     "survey",
+    "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `tune` when it is asked for: it needs the extra maestro-lod[tune]."""
+    if name == "tune":
+        return importlib.import_module("maestro_lod.train.tune").tune
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
