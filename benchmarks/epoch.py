@@ -1,9 +1,9 @@
 """What does a whole epoch cost once ranks have settled? `fit` on MNIST, low-rank beside dense.
 
-    python benchmarks/epoch.py [--ranks 4,7,8,6,6] [--rounds 15] [--threads 1]
+    python benchmarks/epoch.py [--ranks 4,7,8,6,6] [--rounds 7] [--threads 1]
 
 Loading, sampling, penalty, metrics and the shrink at the end are all in it. The ranks are those at
-which `lod train lenet-mnist` ends. Each round is a tenth of an epoch. Needs MNIST (docs/data.md).
+which `lod train lenet-mnist` ends. Each round is an epoch. Needs MNIST (docs/data.md).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from maestro_lod.train.fit import Progress
 
 
 def epochs(ranks: list[int] | None, penalty: float) -> Callable[[], None]:
-    """Train one more short epoch at each call, from where the last one ended."""
-    data = load_data("mnist", batch=64, limit=6000, validation=0.0)
+    """Train one more epoch at each call, from where the last one ended."""
+    data = load_data("mnist", batch=64, validation=0.0)
     model = LeNet()
     if ranks is not None:
         lod.decompose(
@@ -47,7 +47,7 @@ def epochs(ranks: list[int] | None, penalty: float) -> Callable[[], None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="4,7,8,6,6")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

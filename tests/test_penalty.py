@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +13,17 @@ from torch import Tensor, nn
 
 from maestro_lod import MaestroError, decompose, group_lasso, importance, prox_group_lasso_, shrink
 from maestro_lod.layers import LowRank
+from maestro_lod.train import penalty
+
+
+@pytest.fixture(autouse=True, scope="module", params=[True, False], ids=["packed", "each"])
+def _packing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run everything with small factors packed into one vector, and with each on its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.param:
+            patch.setattr(penalty, "_FEW", -1)
+        yield
+
 
 LAYERS = {
     "linear": lambda: nn.Linear(5, 7),

@@ -126,6 +126,85 @@ class _GroupLasso(torch.autograd.Function):
         return None, *(g if need else None for g, need in zip(gradients, needed, strict=True))
 
 
+_FEW = 16384  # scalars: factors with no more than this in all are packed into one vector
+
+
+class _PackedGroupLasso(torch.autograd.Function):
+    """The same for few scalars, where calls cost more than arithmetic: one vector, a third of them.
+
+    The vector holds all factors end to end; `owners` says for each scalar which rank it belongs to.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: float, *factors: Tensor) -> Tensor:
+        shapes = tuple(f.shape for f in factors)
+        rows, owners, cells, _ = _packing(shapes, factors[0].device)
+        vector = torch.cat([f.reshape(-1) for f in factors])
+        squares = vector.new_zeros(len(cells) + 1).scatter_add_(0, owners, vector * vector)
+        by_row = squares.index_select(0, rows.view(-1)).view(rows.shape)
+        tails = by_row.cumsum(1).sqrt_()
+        ctx.weight, ctx.shapes = weight, shapes
+        ctx.save_for_backward(tails, vector)
+        return tails.sum().mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tails, vector = ctx.saved_tensors
+        _, owners, cells, sizes = _packing(ctx.shapes, vector.device)
+        scales = tails.reciprocal().nan_to_num_(nan=math.nan, posinf=0.0).flip(1).cumsum(1)
+        by_rank = scales.view(-1).index_select(0, cells).mul_(ctx.weight * grad)
+        gradients = torch.split(by_rank.index_select(0, owners).mul_(vector), sizes)
+        return None, *(
+            gradient.view(shape) if need else None
+            for gradient, shape, need in zip(
+                gradients, ctx.shapes, ctx.needs_input_grad[1:], strict=True
+            )
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _packing(
+    shapes: tuple[torch.Size, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Return where things are when factors u, v, u, v, … of these shapes are packed.
+
+    `rows`: which rank comes where in (factors, largest rank), the last first, after zeros;
+    `owners`: the rank of each scalar; `cells`: the place of each rank in (factors, largest rank);
+    and how many scalars each factor has.
+    """
+    ranks = [shape[1 - i % 2] for i, shape in enumerate(shapes)]
+    starts, widest, total = [sum(ranks[:i]) for i in range(len(ranks))], max(ranks), sum(ranks)
+    rows = [
+        start + b if b < rank else total
+        for start, rank in zip(starts, ranks, strict=True)
+        for b in reversed(range(widest))
+    ]
+    owners = []
+    for i, shape in enumerate(shapes):
+        along = [1] * len(shape)
+        along[1 - i % 2] = ranks[i]
+        owners.append((torch.arange(ranks[i]) + starts[i]).view(along).expand(shape).reshape(-1))
+    cells = [i * widest + b for i, rank in enumerate(ranks) for b in range(rank)]
+    return (
+        torch.tensor(rows, dtype=torch.int64, device=device).view(len(ranks), widest),
+        torch.cat(owners).to(device),
+        torch.tensor(cells, dtype=torch.int64, device=device),
+        [shape.numel() for shape in shapes],
+    )
+
+
+def _pack_well(factors: Sequence[Tensor]) -> bool:
+    """Say whether there are so few scalars, all of one wide type, that packing them pays."""
+    first = factors[0]
+    return (
+        not torch.compiler.is_compiling()
+        and first.dtype in (torch.float32, torch.float64)
+        and sum(f.numel() for f in factors) <= _FEW
+        and all(f.dtype == first.dtype and f.device == first.device for f in factors)
+    )
+
+
 def group_lasso(model: nn.Module) -> Tensor:
     """Return the hierarchical group lasso of all low-rank layers, a differentiable scalar.
 
@@ -136,7 +215,9 @@ def group_lasso(model: nn.Module) -> Tensor:
 
 def weighted_group_lasso(layers: Iterable[LowRank], weight: float) -> Tensor:
     """Return the hierarchical group lasso of some layers, times a weight."""
-    penalty: Tensor = _GroupLasso.apply(weight, *_factors(layers))  # type: ignore[no-untyped-call]
+    factors = _factors(layers)
+    function: Any = _PackedGroupLasso if _pack_well(factors) else _GroupLasso
+    penalty: Tensor = function.apply(weight, *factors)
     return penalty
 
 
