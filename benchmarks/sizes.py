@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ordered", type=Path, help="a run without penalty")
     parser.add_argument("dense", type=Path, help="a dense run")
-    parser.add_argument("--method", default="per-cost")
+    parser.add_argument("--method", default="look-ahead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     curves = {

@@ -351,6 +351,8 @@ def test_list_of_settings_is_what_recipes_have() -> None:
         ):
             recipe = checked(MINIMAL | {"optimizer": optimizer, "schedule": schedule}, "here")
             written |= keys_of(yaml.safe_load(dumped(recipe)))
+    budget = checked(MINIMAL | {"budget": {"params": 0.2}}, "here")
+    written = (written | keys_of(yaml.safe_load(dumped(budget)))) - {"budget"}
     listed = [setting.key for setting in all_settings()]
     assert len(listed) == len(set(listed))
     assert set(listed) == written

@@ -272,8 +272,8 @@ def recipes() -> None:
 def frontier(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A finished run.")],
     method: Annotated[
-        str, typer.Option(help="per-cost, greedy (the paper's), knapsack or threshold.")
-    ] = "per-cost",
+        str, typer.Option(help="look-ahead, per-cost, greedy (the paper's), knapsack or threshold.")
+    ] = "look-ahead",
     quiet: Quiet = False,
 ) -> None:
     """Find the best submodel for every size, without training, and add them to the report.

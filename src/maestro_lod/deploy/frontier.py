@@ -25,7 +25,7 @@ def frontier(
     model: nn.Module,
     loss: Loss,
     *,
-    method: str = "per-cost",
+    method: str = "look-ahead",
     ranks: Sequence[Mapping[str, int | float]] | None = None,
     cost: Literal["macs", "params"] = "macs",
     step: float = 0.1,
@@ -35,7 +35,7 @@ def frontier(
     until: float | Callable[[Point], bool] | None = None,
     progress: Callable[[int, float], None] | None = None,
     resume: str | os.PathLike[str] | None = None,
-    memory: int = 2**30,
+    memory: int = 2**31,
 ) -> Frontier:
     """Search the best submodels of a low-rank model, from its own ranks down; changes nothing.
 
@@ -46,11 +46,12 @@ def frontier(
     >>> found = frontier(model, lambda m: F.cross_entropy(m(x), y))
     >>> small = extract(model, found.pick(max_macs=0.25))
 
-    `method`: "per-cost" moves the layer whose loss rises least per saved cost, "greedy" the one
-    whose loss rises least (the paper's search), "knapsack" trusts curves that are measured layer by
-    layer, "threshold" sweeps one threshold over `importance`. Each move gives up `step` of a
-    layer's ranks. `exact` evaluates every candidate before each move instead of the promising ones.
-    `ranks` evaluates these instead of a search, such as those that other runs ended with.
+    `method`: "greedy" always cuts the layer whose cut raises the loss least (the paper's search),
+    by `step` of its ranks; "per-cost" the one whose cut raises it least per saved cost;
+    "look-ahead" does the same with cuts of any size; "knapsack" adds up what cuts of single layers
+    cost; "threshold" sweeps one threshold over `importance`. The first three evaluate only the
+    candidates that may be best, or with `exact` all of them before each cut. `ranks` evaluates
+    these instead of a search, such as those that other runs ended with.
 
     `cost` is what to save, "macs" or "params". MACs are counted for `example` or, without one, for
     the batch that `loss` evaluates. `until` ends the search at this share of the dense cost, or at
@@ -67,7 +68,7 @@ def frontier(
     replay = Replay(model, loss, memory=memory)
     costs = Costs(model, _macs(model, example, replay, needed=cost == "macs"))
     about = {
-        "method": (name := method if maps is None else "given"),
+        "method": (used := method if maps is None else "given"),
         "cost": cost,
         "step": step,
         "exact": exact,
@@ -93,7 +94,7 @@ def frontier(
             ):
                 break
     dense = replace(points[0], ranks={}, **asdict(costs.dense))
-    return Frontier(tuple(points), dense, name, cost)
+    return Frontier(tuple(points), dense, used, cost)
 
 
 def _from_the_start(steps: Iterator[None]) -> Iterator[None]:

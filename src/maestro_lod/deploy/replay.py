@@ -4,7 +4,8 @@ A search asks for the loss of one model a thousand times, with one layer changed
 ran before that layer gives what it gave before. So the calls of all modules are numbered in the
 order in which they start; what they returned is remembered, within a limit of memory; and a call
 that is over before the first use of a changed layer returns what it returned before. The model's
-own code runs every time, so nothing has to be known about it.
+own code runs every time, so nothing has to be known about it. A loss that calls the model batch by
+batch makes several passes, and each of them is shortened so.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from maestro_lod.cost import Call, call_on_meta
 from maestro_lod.errors import OptionError
@@ -58,28 +59,28 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass
-class _Module:
+class _Called:
     """One call of a module, by the numbers of the calls around it."""
 
     module: nn.Module
     parent: int
     """The call in which it was made, -1 for none."""
-    end: int
+    end: int = 0
     """The first call that starts after this one is over."""
     size: int | None = None
     """The bytes of what it returned, None if that cannot be returned again."""
 
 
 @dataclass
-class _Output:
-    """What a call returned; handed out as long as nobody has written into it."""
+class _Value:
+    """What a call returned or was given, as long as nobody has written into it."""
 
     leaves: list[Any]
     spec: TreeSpec
     versions: list[int]
 
     @classmethod
-    def of(cls, output: Any, *, copied: bool) -> _Output:
+    def of(cls, output: Any, *, copied: bool = False) -> _Value:
         leaves, spec = tree_flatten(output)
         if copied:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -94,6 +95,31 @@ class _Output:
     @property
     def touched(self) -> bool:
         return _versions(self.leaves) != self.versions
+
+    def equals(self, other: _Value) -> bool:
+        """Say whether both are known to be the same, value by value."""
+        same_structure = not self.touched and self.spec == other.spec
+        return same_structure and all(map(_equal, self.leaves, other.leaves))
+
+
+@dataclass
+class _Pass:
+    """A call that the loss made itself, such as the model's on one batch."""
+
+    start: int
+    inputs: _Value
+    end: int = 0
+    uses: dict[str, int] = field(default_factory=dict)
+    """The call in it that uses each low-rank layer first."""
+    valid: int = 0
+    """Calls that end here or before were remembered at the current ranks."""
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        return one is other or (alike and torch.equal(one, other))
+    return isinstance(one, _PLAIN) and type(one) is type(other) and bool(one == other)
 
 
 def _versions(leaves: list[Any]) -> list[int]:
@@ -114,12 +140,15 @@ class Replay:
         self.ranks = {name: layer.rank for name, layer in self.layers.items()}
         self.call: Call | None = None
         """The arguments of the model's first call, on the meta device; None if there was none."""
-        self._calls: list[_Module] = []
-        self._first_use: dict[str, int] = {}
-        self._kept: dict[int, _Output | None] = {}
+        self._calls: list[_Called] = []
+        self._passes: list[_Pass] = []
+        self._kept: dict[int, _Value | None] = {}  # by the number of the call
         self._written: set[int] = set()  # calls into whose output something is written later
-        self._valid = 0  # calls that end here or before were remembered at the current ranks
-        self._until = self._next = 0
+        self._entered = 0  # passes of the evaluation that runs
+        self._depth = 0  # in calls
+        self._next = 0  # call, if all goes on as it was learnt
+        self._until: list[int] = []  # where each pass meets a changed layer
+        self._limit = 0  # the same for the pass that runs; -1 if nothing can be used again
         self.loss = self._learn()
         self._plan(memory)
         self._test()
@@ -128,39 +157,43 @@ class Replay:
 
     def evaluate(self, changes: Mapping[str, int]) -> float:
         """Return the loss at the current ranks with these changes; infinite if it is no number."""
-        start = self._start(changes)
-        return self._run({**self.ranks, **changes}, start)
-
-    def first_use(self, name: str) -> int:
-        """Return the number of the call that uses a layer first: later ones depend on its rank."""
-        return self._first_use[name]
+        return self._run({**self.ranks, **changes}, self._reached(self._changed(changes)))
 
     def accept(self, changes: Mapping[str, int], loss: float) -> None:
         """Make changed ranks the current ones."""
-        start = self._start(changes)
+        for part, until in zip(self._passes, self._reached(self._changed(changes)), strict=True):
+            part.valid = min(part.valid, until)
         self.ranks = {**self.ranks, **changes}
         self.loss = loss
-        self._valid = min(self._valid, start)
 
-    def _start(self, changes: Mapping[str, int]) -> int:
-        """Return the first call that a change reaches."""
-        changed = [name for name, rank in changes.items() if rank != self.ranks[name]]
-        return min(map(self.first_use, changed), default=len(self._calls))
+    def first_use(self, name: str) -> int:
+        """Return the number of the call that uses a layer first."""
+        uses = (part.uses[name] for part in self._passes if name in part.uses)
+        return min(uses, default=len(self._calls))
+
+    def _changed(self, changes: Mapping[str, int]) -> list[str]:
+        return [name for name, rank in changes.items() if rank != self.ranks[name]]
+
+    def _reached(self, changed: list[str]) -> list[int]:
+        """Return the first call of each pass that these layers reach."""
+        return [
+            min((part.uses.get(name, part.end) for name in changed), default=part.end)
+            for part in self._passes
+        ]
 
     # -- evaluating ----------------------------------------------------------------------------
 
-    def _run(self, ranks: Mapping[str, int], until: int) -> float:
-        """Evaluate the loss; calls that are over at `until` do what they do at `self.ranks`."""
-        self._until, self._next = until, 0
+    def _run(self, ranks: Mapping[str, int], until: list[int]) -> float:
+        """Evaluate the loss; what is over at `until` in a pass does as at the current ranks."""
+        self._until, self._entered, self._depth = until, 0, 0
         with self._intercepted(self._replayed):
             loss = self._value(ranks)
-        if self._next >= until:
-            self._valid = max(self._valid, until)
         for index, output in self._kept.items():
             if output is not None and output.touched:
                 self._written.add(index)
                 self._kept[index] = None
-                self._valid = min(self._valid, index)
+                part = next(part for part in self._passes if index < part.end)
+                part.valid = min(part.valid, index)
         return loss
 
     def _value(self, ranks: Mapping[str, int]) -> float:
@@ -186,12 +219,44 @@ class Replay:
     def _replayed(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
+        if self._depth == 0:
+            self._enter(_Value.of((args, kwargs)))
+        self._depth += 1
+        try:
+            output = self._remembered(module, forward, args, kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth == 0 and 0 <= self._limit <= self._next:
+            part = self._passes[self._entered - 1]
+            part.valid = max(part.valid, self._limit)
+        return output
+
+    def _enter(self, inputs: _Value) -> None:
+        """Begin a pass. Its outputs can be used again if it gets what it got before.
+
+        A later pass may get something else because an earlier one met a changed layer: that is for
+        now. Or because ranks have been changed for good: then it is remembered anew.
+        """
+        index, self._limit = self._entered, -1
+        self._entered += 1
+        if index >= len(self._passes):
+            return
+        part = self._passes[index]
+        if index > 0 and not part.inputs.equals(inputs):
+            if any(self._until[i] < self._passes[i].end for i in range(index)):
+                return
+            part.inputs, part.valid = inputs, part.start
+        self._next, self._limit = part.start, self._until[index]
+
+    def _remembered(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
         index = self._next
-        if index >= self._until:
+        if index >= self._limit:
             return forward(*args, **kwargs)
         call = self._calls[index]
         if call.module is not module:  # not the order that was learnt
-            self._until = 0
+            self._limit = -1
             return forward(*args, **kwargs)
         known = self._known(index)
         if known is not None:
@@ -199,8 +264,8 @@ class Replay:
             return known
         self._next += 1
         output = forward(*args, **kwargs)
-        if index in self._kept and self._next == call.end <= self._until:
-            self._kept[index] = _Output.of(output, copied=index in self._written)
+        if index in self._kept and self._next == call.end <= self._limit:
+            self._kept[index] = _Value.of(output, copied=index in self._written)
         return output
 
     def _known(self, index: int) -> Any:
@@ -209,7 +274,7 @@ class Replay:
         In a chain the output of a call goes to the next one and nowhere else, so the output of any
         later one that is over too will do: it is what the first call returns that is run.
         """
-        over = min(self._valid, self._until)
+        over = min(self._passes[self._entered - 1].valid, self._limit)
         while (call := self._calls[index]).end <= over:
             kept = self._kept.get(index)
             if kept is not None:
@@ -219,7 +284,7 @@ class Replay:
             index = call.end
         return None
 
-    def _chain_end(self, call: _Module) -> int:
+    def _chain_end(self, call: _Called) -> int:
         """Return where the chain ends that a call is part of: with itself, if it is in none."""
         parent = self._calls[call.parent] if call.parent >= 0 else call
         return parent.end if _is_chain(parent.module) else call.end
@@ -236,21 +301,25 @@ class Replay:
             if module is self.model and self.call is None:
                 self.call = call_on_meta(Call(args, kwargs))
             index = len(self._calls)
-            self._calls.append(call := _Module(module, inside[-1] if inside else -1, end=0))
+            self._calls.append(call := _Called(module, inside[-1] if inside else -1))
+            if not inside:
+                self._passes.append(_Pass(index, _Value.of((args, kwargs))))
             inside.append(index)
             try:
                 output = forward(*args, **kwargs)
             finally:
                 inside.pop()
                 call.end = len(self._calls)
-            leaves, _ = tree_flatten(output)
+                self._passes[-1].end = call.end
+            leaves = tree_leaves(output)
             if all(isinstance(leaf, _PLAIN) for leaf in leaves):
                 call.size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
             return output
 
         def noted(name: str, factors: Callable[[], Any]) -> Callable[[], Any]:
             def use() -> Any:
-                self._first_use.setdefault(name, inside[-1] if inside else len(self._calls))
+                if inside:  # outside, what it changes shows in the inputs of later passes
+                    self._passes[-1].uses.setdefault(name, inside[-1])
                 return factors()
 
             return use
@@ -261,8 +330,6 @@ class Replay:
                 stack.enter_context(_own(layer, "_active_factors", use))
             with self._intercepted(called):
                 loss = self._value(self.ranks)
-        for name in self.layers:  # what was not used changes nothing
-            self._first_use.setdefault(name, len(self._calls))
         if not math.isfinite(loss):
             raise OptionError(
                 "the loss at the model's own ranks is NaN or infinite. Is the batch empty, or are "
@@ -272,7 +339,9 @@ class Replay:
 
     def _plan(self, memory: int) -> None:
         """Choose which outputs to remember: all, or those before every second, third … layer."""
-        starts = sorted(set(self._first_use.values()))
+        starts = sorted(
+            {start for part in self._passes for start in (*part.uses.values(), part.end)}
+        )
         for stride in range(1, len(starts) + 1):
             kept = self._needed_for(starts[::stride])
             if sum(self._calls[index].size or 0 for index in kept) <= memory:
@@ -299,7 +368,7 @@ class Replay:
 
     def _test(self) -> None:
         """See that the loss is the same again, and also if outputs are used again."""
-        again = self._run(self.ranks, len(self._calls))
+        again = self._run(self.ranks, self._reached([]))
         if not math.isclose(self.loss, again, rel_tol=1e-4, abs_tol=1e-7):
             raise OptionError(
                 f"the loss is {self.loss:.6g} and, evaluated again at the same ranks, {again:.6g}. "
@@ -309,9 +378,9 @@ class Replay:
             return
         # If modules keep values for themselves, let them keep other ones. Then replay, the longest
         # first, because what runs puts the right ones back.
-        self._run({name: rank - rank // 2 for name, rank in self.ranks.items()}, 0)
-        for start in sorted(set(self._first_use.values()), reverse=True):
-            if self._run(self.ranks, start) != self.loss:
+        self._value({name: rank - rank // 2 for name, rank in self.ranks.items()})
+        for name in sorted(self.layers, key=self.first_use, reverse=True):
+            if self._run(self.ranks, self._reached([name])) != self.loss:
                 logger.warning(
                     "%s gives another loss when outputs of its modules are used again: every "
                     "evaluation runs the whole model", type(self.model).__name__,
@@ -344,12 +413,10 @@ def _is_chain(module: nn.Module) -> bool:
 @contextmanager
 def _own(module: nn.Module, name: str, value: Any) -> Iterator[None]:
     """Give a module an attribute of its own for the `with` block, past its class."""
-    before = module.__dict__.get(name)
+    before = {name: module.__dict__[name]} if name in module.__dict__ else {}
     module.__dict__[name] = value
     try:
         yield
     finally:
-        if before is None:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = before
+        del module.__dict__[name]
+        module.__dict__.update(before)

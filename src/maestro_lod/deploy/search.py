@@ -143,47 +143,55 @@ def _less(rank: int, step: float) -> int:
     return math.floor((1.0 - step) * rank + 1e-9)  # 0.7 · 90 is a little less than 63
 
 
-def greedy(search: Search, *, per_cost: bool, exact: bool) -> Iterator[None]:
-    """Always move the layer whose move raises the loss least, in all or per saved cost.
+def greedy(search: Search, *, per_cost: bool, ahead: bool, exact: bool) -> Iterator[None]:
+    """Always take the step that raises the loss least, in all or per saved cost.
 
-    All candidates are evaluated before each move if `exact`. Otherwise only those that may win: a
+    A step is one rung of a layer's ladder or, with `ahead`, any number of them: the first rungs
+    below break-even cost loss and save almost nothing, and hide that the next ones are cheap.
+
+    With `exact` all steps are evaluated before each move. Otherwise only those that may be best: a
     loss increase that was measured some moves ago is trusted less with every move, and taken for
     smaller, down to nothing after half as many moves as there are layers.
     """
-    ladders = search.ladders
-    position = dict.fromkeys(ladders, 0)
-    trusted = 0.0 if exact else len(ladders) / 2
-    losses: dict[str, float] = {}
-    scores: dict[str, float] = {}  # loss increases, per saved cost or not
-    measured: dict[str, int] = {}  # before which move
+    losses: dict[tuple[str, int], float] = {}  # by layer and rank, measured before this move
+    increases: dict[str, dict[int, float]] = {}  # the same over the current loss, also older ones
+    measured: dict[str, int] = {}  # before which move each layer was measured last
+    move, trusted = 0, len(search.ladders) / 2
 
-    def saves(name: str) -> int:
-        now, then = ladders[name][position[name]], ladders[name][position[name] + 1]
-        return search.saved(name, then) - search.saved(name, now)
+    def steps(name: str) -> list[int]:
+        lower = [rank for rank in search.ladders[name] if rank < search.ranks[name]]
+        return lower if ahead else lower[:1]
 
-    def measure(name: str, move: int) -> None:
-        losses[name] = search.evaluate({name: ladders[name][position[name] + 1]})
-        increase = losses[name] - search.loss
-        scores[name] = max(0.0, increase) / saves(name) if per_cost else increase
+    def measure(name: str, rank: int) -> None:
+        losses[name, rank] = search.evaluate({name: rank})
+        increases.setdefault(name, {})[rank] = losses[name, rank] - search.loss
         measured[name] = move
 
-    def hoped_for(name: str, move: int) -> tuple[float, int]:
-        score, age = scores[name], move - measured[name]
-        if age and score > 0.0:
-            score = 0.0 if age >= trusted else score * (1.0 - age / trusted)
-        return score, -saves(name) if per_cost else 0
+    def hoped_for(step: tuple[str, int]) -> tuple[float, int]:
+        name, rank = step
+        score, saves = increases[name][rank], 0
+        if per_cost:
+            saves = search.saved(name, rank) - search.saved(name, search.ranks[name])
+            score = max(0.0, score) / saves
+        if score > 0.0:  # nothing is left of it in the end but the order among a layer's steps
+            score *= max(1.0 - (move - measured[name]) / trusted, 1e-9)
+        return score, -saves
 
-    move = 0
-    while movable := [name for name in ladders if position[name] + 1 < len(ladders[name])]:
+    while open_steps := {name: steps(name) for name in search.ladders if steps(name)}:
         for name in search.in_order_of_use():
-            if name in movable and (exact or name not in scores):
-                measure(name, move)
-        while measured[best := min(movable, key=lambda n: hoped_for(n, move))] < move:
-            measure(best, move)
+            for rank in open_steps.get(name, ()):
+                if exact or rank not in increases.get(name, ()):
+                    measure(name, rank)
+        candidates = [(name, rank) for name, ranks in open_steps.items() for rank in ranks]
+        while (best := min(candidates, key=hoped_for)) not in losses:
+            measure(*best)
         if math.isinf(losses[best]):
             return
-        position[best] += 1
-        search.accept({best: ladders[best][position[best]]}, losses[best])
+        name, rank = best
+        base = increases[name][rank]
+        increases[name] = {r: value - base for r, value in increases[name].items()}
+        search.accept({name: rank}, losses[best])
+        losses.clear()
         move += 1
         yield
 
@@ -255,8 +263,9 @@ def given(search: Search, maps: Iterable[Mapping[str, int]]) -> Iterator[None]:
 
 
 METHODS: dict[str, Callable[[Search, bool], Iterator[None]]] = {
-    "per-cost": lambda search, exact: greedy(search, per_cost=True, exact=exact),
-    "greedy": lambda search, exact: greedy(search, per_cost=False, exact=exact),
-    "knapsack": lambda search, _: knapsack(search),
-    "threshold": lambda search, _: threshold(search),
+    "look-ahead": lambda s, exact: greedy(s, per_cost=True, ahead=True, exact=exact),
+    "per-cost": lambda s, exact: greedy(s, per_cost=True, ahead=False, exact=exact),
+    "greedy": lambda s, exact: greedy(s, per_cost=False, ahead=False, exact=exact),
+    "knapsack": lambda s, _: knapsack(s),
+    "threshold": lambda s, _: threshold(s),
 }

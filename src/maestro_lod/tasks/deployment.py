@@ -96,7 +96,7 @@ class _AlwaysDense:
 
 
 def find_frontier(
-    trained: Trained, *, method: str = "per-cost", progress: Progress | None = None
+    trained: Trained, *, method: str = "look-ahead", progress: Progress | None = None
 ) -> Frontier:
     """Search the sizes of a run's model, and write them to frontier.json and the elastic file.
 

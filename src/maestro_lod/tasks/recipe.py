@@ -106,6 +106,20 @@ class Decomposition(Section):
     )
 
 
+class Budget(Section):
+    """What the deployed model may cost; λ is then steered."""
+
+    params: Positive | None = Field(default=None, description="share of dense, or a count above 1")
+    macs: Positive | None = Field(default=None, description="the same of MACs")
+    steps: Count | None = Field(default=None, description="until it is reached; half of the run")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Budget:
+        if (self.params is None) == (self.macs is None):
+            raise ValueError("needs either params or macs")
+        return self
+
+
 class SGD(Section):
     name: Literal["sgd"] = Field(default="sgd", description="how weights follow gradients")
     lr: Positive = Field(default=0.01, description="learning rate")
@@ -170,6 +184,7 @@ class Recipe(Section):
     optimizer: Optimizers = SGD()
     schedule: Schedules = Constant()
     penalty: NonNegative = Field(default=0.0, description="λ of the group lasso")
+    budget: Budget | None = None
     threshold: NonNegative = Field(default=1e-7, description="importance of ranks to remove")
     sampling: Literal["pairs", "iid", "layer_uniform", "independent"] = Field(
         default="pairs", description="of the rank of a step"
@@ -202,6 +217,8 @@ class Recipe(Section):
     def _consistent(self) -> Recipe:
         if self.distill and not self.full_pass:
             raise ValueError("distill needs its teacher: set full_pass=true too")
+        if self.budget is not None and (self.penalty or not self.shrink):
+            raise ValueError("budget steers the penalty and shrinks: leave penalty and shrink out")
         fields = type(self).model_fields
         useless = [key for key in _LOW_RANK_ONLY if getattr(self, key) != fields[key].default]
         if self.method == "dense" and useless:
@@ -213,8 +230,8 @@ class Recipe(Section):
 
 
 _LOW_RANK_ONLY = (
-    "decompose", "penalty", "threshold", "sampling", "proximal", "shrink", "min_rank", "full_pass",
-    "distill",
+    "decompose", "penalty", "budget", "threshold", "sampling", "proximal", "shrink", "min_rank",
+    "full_pass", "distill",
 )  # fmt: skip
 
 
@@ -248,10 +265,16 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
     changes = sorted(changes, key=_depth)
     for change in changes:
         _apply(change, settings)
-    if settings.get("method") == "dense":  # what the recipe says for low-rank training falls away
-        asked = {change.partition("=")[0].partition(".")[0].strip() for change in changes}
-        for key in set(_LOW_RANK_ONLY) - asked if "method" in asked else ():
-            settings.pop(key, None)
+    asked = {change.partition("=")[0].partition(".")[0].strip() for change in changes}
+    fallen: set[str] = set()  # what the recipe says, but has no place beside what is asked for
+    if "method" in asked and settings.get("method") == "dense":
+        fallen = set(_LOW_RANK_ONLY)
+    elif "budget" in asked and settings.get("budget"):
+        fallen = {"penalty"}
+    elif "penalty" in asked and settings.get("penalty"):
+        fallen = {"budget"}
+    for key in fallen - asked:
+        settings.pop(key, None)
     return checked(settings, name_or_path)
 
 
@@ -356,7 +379,8 @@ def _place(location: tuple[int | str, ...]) -> tuple[str, type[BaseModel]]:
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {
-    "model": Named, "data": DataSettings, "decompose": Decomposition, "loss": Loss,
+    "model": Named, "data": DataSettings, "decompose": Decomposition, "budget": Budget,
+    "loss": Loss,
 }  # fmt: skip
 _ALTERNATIVES: dict[str, type[BaseModel]] = {
     "sgd": SGD, "adam": Adam, "adamw": Adam,

@@ -1,9 +1,9 @@
 """Land on a budget in one run: λ is steered until the model fits, then its weights heal.
 
-The cost of what is still alive follows a plan, a straight line in its logarithm from where it
-starts to the budget. λ grows while the cost is above the plan and falls while it is below. Close to
-the budget λ becomes zero; at the end of that epoch the few ranks too many, the least important
-ones, are removed, and training goes on without a penalty.
+The cost of the ranks that matter follows a plan, a straight line in its logarithm from where it
+starts down to the budget. λ grows while the cost is above the plan and falls while it is below.
+When the cost is close to the budget, or the plan has ended, the ranks that lose the least are
+chosen within the budget, the others are set to zero, and training goes on without a penalty.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from maestro_lod.cost import Ledger, costed_layers, count_params
-from maestro_lod.errors import OptionError, listed, require_whole
+from maestro_lod.errors import OptionError, listed, nearest, require_whole
 from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
@@ -26,126 +27,179 @@ from maestro_lod.train.penalty import importance
 logger = logging.getLogger(__name__)
 
 _LOOKS = 200  # how often λ is looked at on the way to the budget
-_GAIN = 0.05  # by how much log λ moves per look, per unit of log cost above the plan
-_DAMPING = 2.0  # and by how much per unit that log cost moved away from the plan since last look
-_NEGLIGIBLE = 0.05  # share of a layer's importance: a tail with less is as good as gone
-_CLOSE = 1.08  # times the budget: here the pressure ends and removing the rest does no harm
+_GAIN = 2.0  # log λ per unit of log cost above the plan
+_PATIENCE = 20  # looks after which a cost that stays above the plan has raised log λ as much again
+_NEGLIGIBLE = 0.05  # share of a layer's importance: ranks whose tail has no more hardly matter
+_CLOSE = 1.08  # times the budget: from here on removing what is too much does no harm
 _FULL = 0.95  # times the budget: how much of it the model should use
-_PATIENCE = 1.5  # times the planned steps: after that the budget is enforced as it is
-_EPOCHS = 8  # planned from the second epoch on, where nobody said how many steps
+_EPOCHS = 8  # planned from the second epoch on, where nobody knows how many steps there will be
+_GRAIN = 8192  # steps into which a budget is divided to choose ranks within it
 
 
 @dataclass
 class Budget:
-    """Steers the λ of one training towards a limit on params or MACs."""
+    """Steers the λ of one training towards a limit on the params or MACs of the deployed model."""
 
     kind: str
     limit: int
-    """Of the deployed model, each layer dense or factored, whichever is cheaper."""
+    share: float
+    """The limit relative to the dense model."""
+    min_rank: int
     steps: int | None
-    """Optimizer steps until the model should fit; None until the first epoch tells."""
+    """Optimizer steps until the model fits; None until the first epoch tells."""
+    epochs: int = _EPOCHS
+    """How many epochs these steps are to fill, if the first epoch has to tell."""
     penalty: float = 0.0
     step: int = 0
-    """Optimizer steps since the plan began."""
+    """Optimizer steps since the plan began, or while waiting for it."""
+    pace: float = 0.0
+    """The norm of a typical rank where the plan began, per planned step."""
+    rates: float = 0.0
+    """The sum of the learning rates since the plan began."""
     start: float | None = None
     """The logarithm of cost / limit where the plan began."""
-    above: float | None = None
-    """How far the logarithm of the cost was above the plan at the last look."""
-    trend: float = 0.0
-    """How it moved per look, smoothed."""
+    area: float = 0.0
+    """The sum, over all looks, of how far the logarithm of the cost was above the plan."""
+    spared: list[str] = field(default_factory=list)
+    """Layers on their last rank, on which there is no pressure."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """What the model is cut to, once that is known."""
     phase: str = "waiting"
     """waiting (for the first epoch) → pressing → holding (until the epoch ends) → landed."""
 
     @classmethod
-    def of(cls, given: Mapping[str, float], model: nn.Module, ledger: Ledger) -> Budget:
+    def of(
+        cls, given: Mapping[str, float], model: nn.Module, ledger: Ledger, min_rank: int = 1
+    ) -> Budget:
         """Check what a user gave: {"params" or "macs": share or count, "steps": optional count}."""
-        known = {"params", "macs", "steps"}
-        if unknown := sorted(set(given) - known):
-            raise OptionError(f"budget has no {listed(unknown)}; it has {listed(sorted(known))}.")
+        known = ("params", "macs", "steps")
+        for key in given:
+            if key not in known:
+                raise OptionError(
+                    f"budget has no {key!r}.{nearest(str(key), known)} It has {listed(known)}."
+                )
         kinds = [kind for kind in ("params", "macs") if kind in given]
         if len(kinds) != 1:
-            raise OptionError('budget needs one of "params" and "macs", such as {"params": 0.2}.')
+            raise OptionError('budget needs either "params" or "macs", such as {"params": 0.2}.')
         kind, value = kinds[0], given[kinds[0]]
-        if kind == "macs" and ledger.dense_macs is None:
-            raise OptionError("a budget of MACs needs an example of the input: LoD(…, example=x).")
         dense = ledger.dense_params if kind == "params" else ledger.dense_macs
-        assert dense is not None
+        if dense is None:
+            raise OptionError("a budget of MACs needs an example of the input: LoD(…, example=x).")
         limit = _limit(kind, value, dense)
         costs = Costs.of(model, ledger, kind)
-        smallest = costs.deployed(dict.fromkeys(costs.per_rank, 1))
+        smallest = costs.rest + sum(
+            min(costs.layer(name, rank) for rank in choice)
+            for name, choice in _choices(model, min_rank).items()
+        )
         if limit < smallest:
             raise OptionError(
-                f"budget {kind}={value} is {limit:,}, but rank 1 in every layer already needs "
-                f"{smallest:,} ({smallest / dense:.3f}× dense). Give at least that."
+                f"{_said(kind, value)} is too small: rank {min_rank} in every layer that is "
+                f"trained already needs {smallest:,}, a share of "
+                f"{math.ceil(1e4 * smallest / dense) / 1e4}. Give at least that."
             )
-        steps = given.get("steps")
-        if steps is not None and require_whole("budget steps", steps) == 0:  # type: ignore[arg-type]
-            raise OptionError("budget steps=0 must be at least 1.")
-        waiting = "waiting" if steps is None else "pressing"
-        return cls(kind, limit, None if steps is None else int(steps), phase=waiting)
+        budget = cls(kind, limit, limit / dense, min_rank, None)
+        if (steps := given.get("steps")) is not None:
+            if require_whole("budget steps", steps) == 0:  # type: ignore[arg-type]
+                raise OptionError("budget steps=0 must be at least 1.")
+            budget.plan(int(steps))
+        return budget
 
-    @property
-    def landed(self) -> bool:
-        return self.phase == "landed"
+    def plan(self, steps: int) -> None:
+        """Begin to press now, and fit after so many optimizer steps."""
+        self.steps, self.step, self.phase = steps, 0, "pressing"
 
-    def after_step(self, model: nn.Module, ledger: Ledger) -> None:
-        """Look at the cost of what is alive from time to time, and move λ."""
+    def expect(self, epochs: int, steps: int | None) -> None:
+        """Plan for half of a run of so many epochs, of so many steps each if that is known."""
+        if self.phase != "waiting":
+            return
+        if steps is None:
+            self.epochs = max(1, epochs // 2 - 1)
+        else:
+            self.plan(max(1, epochs * steps // 2))
+
+    def after_step(self, model: nn.Module, ledger: Ledger, rate: float) -> None:
+        """Look at what is alive from time to time and move λ; `rate` is the learning rate."""
+        self.step += 1
+        if self.phase == "holding":
+            _clear(model, self.ranks)
         if self.phase != "pressing":
             return
         assert self.steps is not None
-        if self.step == 0:
-            self.penalty = 0.01 * _typical_gradient(model)
-        self.step += 1
-        if self.step % max(1, self.steps // _LOOKS):
-            return
-        alive, costs = lasting_ranks(model), Costs.of(model, ledger, self.kind)
-        if costs.deployed(alive) <= _CLOSE * self.limit or self.step > _PATIENCE * self.steps:
-            self.phase, self.penalty = "holding", 0.0
-            return
-        behind = math.log(costs.factored(alive) / self.limit)
-        if self.start is None:
-            self.start = behind
-        above = behind - self.start * max(0.0, 1 - self.step / self.steps)
-        moved = 0.0 if self.above is None else above - self.above
-        self.trend = 0.8 * self.trend + 0.2 * moved
-        self.above = above
-        self.penalty *= math.exp(_GAIN * max(-2.0, min(2.0, above)) + _DAMPING * self.trend)
+        self.rates += rate
+        if self.step == 1 or self.step % max(1, self.steps // _LOOKS) == 0:
+            self._look(model, ledger)
+        if self.step == self.steps:
+            self.land(model, ledger)
 
-    def end_epoch(self, model: nn.Module, ledger: Ledger, steps: int) -> dict[str, int] | None:
-        """Return the ranks to cut to if the model lands here; plan if the first epoch has ended."""
-        if self.phase == "waiting":
-            self.steps, self.phase = _EPOCHS * steps, "pressing"
-        if self.phase != "holding":
-            return None
-        self.phase = "landed"
+    def _look(self, model: nn.Module, ledger: Ledger) -> None:
+        assert self.steps is not None
+        lasting, costs = lasting_ranks(model), Costs.of(model, ledger, self.kind)
+        if costs.deployed(lasting) <= _CLOSE * self.limit:
+            self.land(model, ledger)
+            return
+        behind = math.log(costs.factored(lasting) / self.limit)
+        if self.start is None:
+            self.start, self.pace = behind, _typical_norm(model) / self.steps
+        above = behind - self.start * (1 - self.step / self.steps)
+        above = max(-1.0, min(1.0, above))
+        self.area += above
+        pressure = self.pace * math.exp(_GAIN * (above + self.area / _PATIENCE))
+        self.penalty = pressure * self.step / self.rates if self.rates else 0.0
+        self.spared = [name for name, rank in lasting.items() if rank <= self.min_rank]
+
+    def land(self, model: nn.Module, ledger: Ledger) -> None:
+        """End the pressure: choose the ranks to keep and set all others to zero, in place."""
+        if self.phase in ("holding", "landed"):
+            return
+        self.phase, self.penalty = "holding", 0.0
         costs = Costs.of(model, ledger, self.kind)
-        ranks = fitting_ranks(importance(model), alive_ranks(model), costs, self.limit)
-        share = costs.deployed(ranks) / self.limit
-        logger.info(
-            "the model fits its budget: %.1f %% of %s=%d", 100 * share, self.kind, self.limit
+        self.ranks = fitting_ranks(
+            importance(model), _choices(model, self.min_rank), costs, self.limit
         )
-        return ranks
+        _clear(model, self.ranks)
+        logger.info(
+            "the model fits its budget: %.1f %% of %s=%d",
+            100 * costs.deployed(self.ranks) / self.limit, self.kind, self.limit,
+        )  # fmt: skip
+
+    def end_epoch(self, model: nn.Module) -> dict[str, int]:
+        """Return the ranks to cut to; make the plan if this was the first epoch."""
+        if self.phase == "waiting":
+            self.plan(max(1, self.epochs * self.step))
+        elif self.phase == "pressing":
+            return {name: choice[-1] for name, choice in _choices(model, self.min_rank).items()}
+        elif self.phase == "holding":
+            self.phase = "landed"
+            return self.ranks
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {**vars(self), "spared": list(self.spared), "ranks": dict(self.ranks)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; the limit is that of the saved one."""
-        for key, value in state.items():
-            setattr(self, key, value)
+        for entry in fields(self):
+            setattr(self, entry.name, state[entry.name])
 
 
 def _limit(kind: str, value: float, dense: int) -> int:
-    """Turn a share of the dense model, or a count, into a count."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise OptionError(f"budget {kind}={value!r} must be a share of dense in (0, 1) or a count.")
-    limit = round(value * dense) if isinstance(value, float) and value < 1.0 else int(value)
+    """Turn a share of the dense model, up to 1, or a count above 1, into a count."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf or (value > 1 and value != round(value, 0)):
+        raise OptionError(
+            f"budget {kind}={value!r} must be a share of dense between 0 and 1, or a whole count."
+        )
+    limit = round(value * dense) if value <= 1 else int(value)
     if limit >= dense:
         raise OptionError(
-            f"budget {kind}={value} is {limit:,}, not below the dense model's {dense:,}: nothing "
-            "would have to shrink. Give a share in (0, 1) or a smaller count."
+            f"{_said(kind, value)} is not below the dense model's {dense:,}: nothing would have to "
+            "shrink. Give a share below 1 or a smaller count."
         )
     return limit
+
+
+def _said(kind: str, value: float) -> str:
+    return f"budget {kind}={value}" if value <= 1 else f"budget {kind}={int(value):,}"
 
 
 @dataclass(frozen=True)
@@ -154,17 +208,20 @@ class Costs:
 
     per_rank: dict[str, int]
     dense: dict[str, int]
+    break_even: dict[str, int]
+    """The largest rank at which a layer is deployed factored."""
     rest: int
 
     @classmethod
     def of(cls, model: nn.Module, ledger: Ledger, kind: str) -> Costs:
         """Read the costs off a low-rank model."""
         layers = low_rank_layers(model)
+        break_even = {n: layer.dense_weights // layer.weights(1) for n, layer in layers.items()}
         if kind == "params":
             dense = {name: layer.dense_weights for name, layer in layers.items()}
             per_rank = {name: layer.weights(1) for name, layer in layers.items()}
             rest = count_params(model) - sum(layer.weights() for layer in layers.values())
-            return cls(per_rank, dense, rest)
+            return cls(per_rank, dense, break_even, rest)
         assert ledger.dense_macs is not None
         name_of = {id(layer): name for name, layer in layers.items()}
         per_rank, dense = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
@@ -172,25 +229,21 @@ class Costs:
             owner: LowRank = layer.embedding if isinstance(layer, SharedHead) else layer
             positions = ledger.positions[name]
             dense[name_of[id(owner)]] += layer.dense_macs(positions)
-            per_rank[name_of[id(owner)]] += positions * owner.weights(1)
-        return cls(per_rank, dense, ledger.dense_macs - sum(dense.values()))
+            per_rank[name_of[id(owner)]] += layer.macs(positions, 1)
+        return cls(per_rank, dense, break_even, ledger.dense_macs - sum(dense.values()))
 
     def factored(self, ranks: Mapping[str, int]) -> int:
         """Return the cost with every layer factored."""
         return self.rest + sum(self.per_rank[name] * rank for name, rank in ranks.items())
 
     def layer(self, name: str, rank: int) -> int:
-        """Return the cost of one layer, dense or factored, whichever is cheaper."""
-        return min(self.dense[name], self.per_rank[name] * rank)
+        """Return the cost of one layer in the form that `fuse` and `extract` give it."""
+        dense = rank > self.break_even[name]
+        return self.dense[name] if dense else self.per_rank[name] * rank
 
     def deployed(self, ranks: Mapping[str, int]) -> int:
-        """Return the cost with each layer dense or factored, whichever is cheaper."""
+        """Return the cost with each layer in the form that `fuse` and `extract` give it."""
         return self.rest + sum(self.layer(name, rank) for name, rank in ranks.items())
-
-
-def alive_ranks(model: nn.Module) -> dict[str, int]:
-    """Return how many ranks of each layer are not exactly zero."""
-    return {name: int((values > 0).sum()) for name, values in importance(model).items()}
 
 
 def lasting_ranks(model: nn.Module) -> dict[str, int]:
@@ -201,70 +254,71 @@ def lasting_ranks(model: nn.Module) -> dict[str, int]:
     }
 
 
+def _choices(model: nn.Module, min_rank: int) -> dict[str, range]:
+    """Return the ranks that each layer can be cut to; one that is frozen keeps what it has."""
+    choices = {}
+    for name, values in importance(model).items():
+        layer = low_rank_layers(model)[name]
+        trained = layer.u.requires_grad or layer.v.requires_grad
+        least = min(min_rank, layer.rank) if trained else layer.rank
+        most = max(int((values > 0).sum()), least) if trained else layer.rank
+        choices[name] = range(least, most + 1)
+    return choices
+
+
 def fitting_ranks(
-    values: Mapping[str, Tensor], alive: Mapping[str, int], costs: Costs, limit: int
+    values: Mapping[str, Tensor], choices: Mapping[str, range], costs: Costs, limit: int
 ) -> dict[str, int]:
-    """Return ranks within the limit that use nearly all of it and lose the least importance.
+    """Return the ranks within the limit, and using nearly all of it, that lose the least.
 
-    A layer loses (importance of what goes / importance of all)². First the cheapest losses per
-    saved cost go until little is too much; then all ways to drop a few more ranks per layer are
-    compared.
+    A layer keeps 1 - (importance of what goes / importance of all)², the model the product of that
+    over its layers. All combinations are compared: layer by layer, the least loss is noted for
+    every cost that can be reached.
     """
-    ranks = dict(alive)
-
-    def lost(name: str, rank: int) -> float:
-        tails = values[name]
-        return float((tails[rank] / tails[0]) ** 2) if rank < len(tails) and tails[0] > 0 else 0.0
-
-    def price(name: str) -> float:
-        saved = costs.layer(name, ranks[name]) - costs.layer(name, ranks[name] - 1)
-        more = lost(name, ranks[name] - 1) - lost(name, ranks[name])
-        return more / max(saved, 1e-9)  # above break-even a rank saves nothing: go on below it
-
-    while costs.deployed(ranks) > _CLOSE * limit:
-        name = min((n for n, rank in ranks.items() if rank > 1), key=price)
-        ranks[name] -= 1
-        if costs.dense[name] < costs.per_rank[name] * ranks[name]:
-            ranks[name] = max(1, costs.dense[name] // costs.per_rank[name])
-    # cost so far -> the smallest loss that reaches it, and how
-    reached: dict[int, tuple[float, dict[str, int]]] = {costs.deployed(ranks): (0.0, {})}
-    for name, rank in ranks.items():
-        options = dict(reached)
-        for fewer in range(max(1, rank - 4), rank):
-            saved = costs.layer(name, rank) - costs.layer(name, fewer)
-            more = lost(name, fewer) - lost(name, rank)
-            for cost, (loss, changed) in reached.items():
-                new = cost - saved
-                if new >= _FULL * limit and loss + more < options.get(new, (math.inf,))[0]:
-                    options[new] = loss + more, {**changed, name: fewer}
-        reached = _thinned(options, limit)
-    fitting = {cost: way for cost, way in reached.items() if cost <= limit}
-    if fitting:
-        return ranks | min(fitting.values(), key=lambda way: way[0])[1]
-    while costs.deployed(ranks) > limit:  # pieces too large to use nearly all of the budget
-        name = min((n for n, rank in ranks.items() if rank > 1), key=price)
-        ranks[name] -= 1
+    room = limit - costs.rest
+    grain = max(1, math.ceil(room / _GRAIN))
+    places = room // grain + 1
+    least = torch.full((places,), math.inf)
+    least[0] = 0.0
+    ways = []
+    for name, choice in choices.items():
+        tails = torch.cat([values[name].double().cpu(), torch.zeros(1, dtype=torch.double)])
+        kept = 1 - (tails / tails[0].clamp(min=1e-300)).square()
+        losses = -kept.clamp(min=1e-12).log()
+        best, way = torch.full_like(least, math.inf), torch.zeros(places, dtype=torch.int64)
+        for rank in choice:
+            moved = math.ceil(costs.layer(name, rank) / grain)
+            if moved < places:
+                new = least[: places - moved] + float(losses[rank])
+                better = new <= best[moved:]
+                best[moved:][better] = new[better]
+                way[moved:][better] = rank
+        least = best
+        ways.append(way)
+    full = max(0, math.ceil((_FULL * limit - costs.rest) / grain))
+    place = full + int(least[full:].argmin())
+    if not least[place].isfinite():
+        place = int(least.argmin())
+    ranks: dict[str, int] = {}
+    for name, way in zip(reversed([*choices]), reversed(ways), strict=True):
+        ranks[name] = int(way[place])
+        place -= math.ceil(costs.layer(name, ranks[name]) / grain)
     return ranks
 
 
-def _thinned(
-    options: dict[int, tuple[float, dict[str, int]]], limit: int
-) -> dict[int, tuple[float, dict[str, int]]]:
-    """Keep the best way for each of some five hundred ranges of cost."""
-    width = max(1, round((_CLOSE - _FULL) * limit / 500))
-    best: dict[int, int] = {}
-    for cost, (loss, _) in options.items():
-        place = cost // width if cost <= limit else -(cost // width)  # never mix the two sides
-        if place not in best or loss < options[best[place]][0]:
-            best[place] = cost
-    return {cost: options[cost] for cost in best.values()}
+@torch.no_grad()
+def _clear(model: nn.Module, ranks: Mapping[str, int]) -> None:
+    """Set all ranks beyond these to zero."""
+    for name, layer in low_rank_layers(model).items():
+        layer.u[:, ranks[name] :].zero_()
+        layer.v[ranks[name] :].zero_()
 
 
-def _typical_gradient(model: nn.Module) -> float:
-    """Return the median over layers of the mean gradient norm of a rank of u."""
+def _typical_norm(model: nn.Module) -> float:
+    """Return the median over layers of the mean norm of a rank of u."""
     norms = sorted(
-        (float(layer.u.grad.norm()) / max(layer.rank, 1) ** 0.5)
+        float(layer.u.detach().float().norm()) / math.sqrt(layer.rank)
         for layer in low_rank_layers(model).values()
-        if layer.u.grad is not None
+        if layer.rank and layer.u.requires_grad
     )
-    return norms[len(norms) // 2] if norms else 1e-4
+    return norms[len(norms) // 2]

@@ -116,6 +116,8 @@ def fit(
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     optimizer.zero_grad()  # of whatever came before, a step that failed halfway included
+    if lod is not None and lod.budget is not None:
+        lod.budget.expect(epochs, _steps_per_epoch(train_data, accumulate))
     one_step = _Step(model, optimizer, lod, loss, schedule, clip_norm, amp)
 
     while progress.epoch < epochs:
@@ -132,6 +134,8 @@ def fit(
         if progress.batch == 0:
             raise TrainingError("the training data has no batch: nothing would be trained.")
         if lod is not None:
+            if lod.budget is not None and progress.epoch + 1 == epochs:
+                lod.land()  # at the latest, whatever was planned
             lod.end_epoch()
         record = _record(plain, optimizer, lod, progress)
         recalibrate(model, train_data, recalibration, amp=amp)
@@ -201,6 +205,14 @@ class _Step:
         score.add(*last, target, summed=sums(self.loss))
 
 
+def _steps_per_epoch(train_data: Iterable[Batch], accumulate: int) -> int | None:
+    """Return the optimizer steps of an epoch, or None for data without a length."""
+    try:
+        return -(-len(train_data) // accumulate)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def _batches(train_data: Iterable[Batch], seed: int, progress: Progress) -> Iterator[Batch]:
     """Iterate over an epoch from the batch that is next, with the randomness it had."""
     here = progress.random or _random_states()  # the latter if the run stopped in this process
@@ -256,6 +268,8 @@ def _record(
         "relative_macs": None if macs is None or not dense_macs else macs / dense_macs,
         "ranks": {name: layer.rank for name, layer in low_rank_layers(model).items()},
     }
+    if lod.budget is not None:
+        record |= {"budget": lod.budget.share, "phase": lod.budget.phase}
     return record
 
 

@@ -57,9 +57,10 @@ class LoD:
     the first batch is looked at, unless the model is compiled.
 
     `budget={"params": 0.2}` (or "macs"; a share of dense or a count) steers λ instead, in proximal
-    mode, so that the deployed model ends within the budget and close to it; from then on there is
-    no penalty and the weights heal. "steps" in it says by which optimizer step it should fit; else
-    the first epoch is trained without pressure and tells how long eight epochs are.
+    mode and whatever the threshold, until the deployed model is within the budget and close to it;
+    from then on there is no penalty, the ranks stay and the weights heal. "steps" in it says after
+    how many optimizer steps the model fits. Without it `fit` plans half of its run; in a loop of
+    your own the first epoch is trained without pressure, and the model fits eight epochs later.
     """
 
     def __init__(
@@ -96,13 +97,15 @@ class LoD:
         self.optimizer = optimizer
         self.penalty = require_nonnegative("penalty", penalty)
         self.threshold = require_nonnegative("threshold", threshold)
-        self.min_rank = require_whole("min_rank", min_rank)
+        self.min_rank = max(require_whole("min_rank", min_rank), 0 if budget is None else 1)
         self.proximal, self.shrink, self.ema = proximal or budget is not None, shrink, ema
         self.full_pass, self.distill = full_pass, distill
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
         require_optimizer(self.model, optimizer)
         self.ledger = Ledger.of(self.model, example)
-        self.budget = None if budget is None else Budget.of(budget, self.model, self.ledger)
+        self.budget = (
+            None if budget is None else Budget.of(budget, self.model, self.ledger, self.min_rank)
+        )
         self.epoch = 0
         self._layers = require_low_rank(self.model)
         self._steps = self._forwards = 0  # in this epoch
@@ -141,7 +144,7 @@ class LoD:
         drawn = self.sampler.sample()
         layers = {self._layers[name]: rank for name, rank in drawn.items()}
         for layer in layers:
-            layer.positions = None
+            layer.__dict__["positions"] = None  # past nn.Module's slow setattr
         self._in_step = True
         try:
             with activated(layers):
@@ -217,7 +220,7 @@ class LoD:
             )
         self._measure_from_first_batch()
         if self.budget is not None:
-            keep = self.budget.end_epoch(self.model, self.ledger, self._steps) or keep
+            keep = self.budget.end_epoch(self.model)
         probabilities = self.sampler.probabilities()
         cost = self.ledger.epoch_cost(self.model, probabilities, full_pass=self.full_pass)
         lost = cut(self.model, keep, self.optimizer, self.ema) if self.shrink else {}
@@ -230,6 +233,17 @@ class LoD:
         self._steps = self._forwards = 0
         self._warn_of_floor(lost)
         return lost
+
+    def land(self) -> None:
+        """Fit the budget now, whatever the plan: ranks too many become zero until end_epoch().
+
+        For a loop of your own that ends before the plan does: call it before the last
+        `end_epoch()`, or better some epochs earlier, since from here on the weights heal.
+        """
+        if self.budget is None:
+            raise OptionError('there is no budget to land on: LoD(…, budget={"params": 0.2}).')
+        self.budget.land(self.model, self.ledger)
+        self.penalty = 0.0
 
     def _warn_of_floor(self, lost: dict[str, int]) -> None:
         """Warn once if ranks cannot come down to the threshold at the current learning rate."""
@@ -280,19 +294,22 @@ class LoD:
         self.optimizer.register_step_post_hook(after_step)
 
     def _proximal_step(self) -> None:
-        if self.budget is not None and not self.budget.landed:
-            self.budget.after_step(self.model, self.ledger)
-            self.penalty = self.budget.penalty
-        if self.penalty == 0.0:
+        rates = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
+        pressed = self._layers
+        if (budget := self.budget) is not None:
+            trained = [rates.get(id(layer.u), 0.0) for layer in self._layers.values()]
+            budget.after_step(self.model, self.ledger, max(trained))
+            self.penalty = budget.penalty
+            pressed = {n: layer for n, layer in pressed.items() if n not in budget.spared}
+        if self.penalty == 0.0 or not pressed:
             return
-        rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
         prox_layers_(
             {
                 layer: (
-                    float(rates.get(id(layer.u), 0.0)) * self.penalty,
-                    float(rates.get(id(layer.v), 0.0)) * self.penalty,
+                    rates.get(id(layer.u), 0.0) * self.penalty,
+                    rates.get(id(layer.v), 0.0) * self.penalty,
                 )
-                for layer in self._layers.values()
+                for layer in pressed.values()
             }
         )
 
@@ -321,10 +338,15 @@ class LoD:
                 f"the saved state has other ranks than the model at {listed(differing)}. Load the "
                 "model's state_dict, saved at the same moment, before this one."
             )
+        if (self.budget is None) != (state.get("budget") is None):
+            saved, here_ = ("no", "a") if self.budget is not None else ("a", "no")
+            raise TrainingError(
+                f"the saved state has {saved} budget, this LoD {here_} one. Create it as it was."
+            )
         require_optimizer(self.model, self.optimizer)
         self.sampler.load_state_dict(state["sampler"])
         self.ledger.load_state_dict(state["ledger"])
-        if self.budget is not None and state.get("budget") is not None:
+        if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
         self.epoch, self.penalty = int(state["epoch"]), float(state["penalty"])
         self._steps, self._forwards = int(state["steps"]), int(state["forwards"])

@@ -1,0 +1,214 @@
+"""Which search finds the best submodels, and how much less does it run than the naive one?
+
+    python benchmarks/frontier.py [--samples 20000] [--epochs 2] [--threads 1]
+
+A narrow ResNet-18 on handwritten digits (MNIST, or scikit-learn's if that is not there), trained
+low-rank, or dense and then decomposed. The naive search is the paper's: before each cut it
+evaluates every candidate with a whole forward. Layer evaluations are forwards of single low-rank
+layers that really ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from interleaved import RESULTS, write
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import maestro_lod as lod
+from maestro_lod.cost import dense_macs
+from maestro_lod.deploy.frontier import Frontier, frontier
+from maestro_lod.deploy.replay import batch_statistics
+from maestro_lod.deploy.search import METHODS, Costs
+from maestro_lod.errors import DataError
+from maestro_lod.layers import LowRank
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.tasks.data import load_data
+from maestro_lod.tasks.models import resnet18
+
+WIDTH, SIDE, BATCH, UNTIL = 8, 14, 256, 0.25
+TEST = 5000  # samples
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
+Loss = Callable[[nn.Module], Tensor]
+Found = TypeVar("Found")
+
+
+def images(samples: int) -> tuple[str, list[tuple[Tensor, Tensor]]]:
+    """Load training and test images as two pairs of tensors."""
+    try:
+        data = load_data(name := "mnist", batch=1000, validation=0.0)
+    except DataError:
+        data = load_data(name := "digits", batch=1000, validation=0.0)
+    splits = []
+    for batches, most in ((data.train, samples), (data.test, TEST)):
+        assert batches is not None
+        x, y = (torch.cat(parts)[:most] for parts in zip(*batches, strict=True))
+        splits.append((F.interpolate(x, size=SIDE, mode="area").repeat(1, 3, 1, 1), y))
+    return name, splits
+
+
+def trained(x: Tensor, y: Tensor, epochs: int, *, low_rank: bool) -> nn.Module:
+    """Train low-rank without a penalty, or dense and decompose afterwards."""
+    torch.manual_seed(0)
+    model: nn.Module = resnet18(width=WIDTH)
+    if low_rank:
+        lod.decompose(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    train = lod.LoD(model, optimizer) if low_rank else None
+    batches = [b for _ in range(epochs) for b in torch.randperm(len(y)).split(128) if len(b) == 128]
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
+    for batch in batches:
+        if train is None:
+            F.cross_entropy(model(x[batch]), y[batch]).backward()
+        else:
+            with train.step():
+                F.cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return model if low_rank else lod.decompose(model)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Count how often a low-rank layer computes inside the `with` block."""
+    count, factors = [0], LowRank._active_factors
+
+    def active_factors(layer: LowRank) -> tuple[Tensor, Tensor]:
+        count[0] += 1
+        return factors(layer)
+
+    LowRank._active_factors = active_factors  # type: ignore[method-assign]
+    try:
+        yield count
+    finally:
+        LowRank._active_factors = factors  # type: ignore[method-assign]
+
+
+def naive(model: nn.Module, loss: Loss, costs: Costs) -> list[dict[str, int]]:
+    """The paper's search: of all layers, cut the one by a tenth whose cut raises the loss least."""
+    shapes = {name: layer.matrix_shape for name, layer in low_rank_layers(model).items()}
+
+    def cut(name: str, rank: int) -> int:
+        m, n = shapes[name]
+        return min(int(0.9 * rank + 1e-9), (m * n - 1) // (m + n))
+
+    ranks = lod.ranks(model)
+    found = [ranks]
+    while (costs.at(ranks).macs or 0) > UNTIL * (costs.dense.macs or 0):
+        losses = {}
+        for name, rank in ranks.items():
+            if cut(name, rank) >= 1:
+                with batch_statistics(model), lod.at_ranks(model, {**ranks, name: cut(name, rank)}):
+                    losses[name] = loss(model).item()
+        best = min(losses, key=losses.__getitem__)
+        ranks = {**ranks, best: cut(best, ranks[best])}
+        found.append(ranks)
+    return found
+
+
+def measured(search: Callable[[], Found]) -> tuple[Found, dict[str, float]]:
+    with counted() as count:
+        start = time.perf_counter()
+        found = search()
+        seconds = time.perf_counter() - start
+    return found, {"layer_evaluations": count[0], "seconds": seconds}
+
+
+def at_shares(found: Frontier, model: nn.Module, x: Tensor, y: Tensor) -> Frontier:
+    """Return the best submodels at some shares of the dense MACs, with their test accuracy."""
+    points = []
+    for share in SHARES:
+        point = found.point(max_macs=share)
+        with batch_statistics(model), lod.at_ranks(model, point.ranks):
+            hits = [
+                (model(part).argmax(1) == target).sum().item()
+                for part, target in zip(x.split(1000), y.split(1000), strict=True)
+            ]
+        points.append(replace(point, accuracy=sum(hits) / len(y)))
+    return replace(found, points=tuple(points))
+
+
+def searches(
+    model: nn.Module, loss: Loss, example: Tensor, *, also_naive: bool
+) -> tuple[dict[str, Frontier], dict[str, dict[str, float]]]:
+    """Run every search; return what each found and what it cost."""
+    found: dict[str, Frontier] = {}
+    costs: dict[str, dict[str, float]] = {}
+
+    def search(**options: Any) -> Frontier:
+        return frontier(model, loss, example=example, until=UNTIL, **options)
+
+    for method in METHODS:
+        found[method], costs[method] = measured(partial(search, method=method))
+    if also_naive:
+        table = Costs(model, dense_macs(model, example))
+        ranks, costs["naive"] = measured(partial(naive, model, loss, table))
+        found["naive"] = search(ranks=ranks[1:])
+    for name, result in found.items():
+        costs[name]["submodels"] = len(result)
+    return found, costs
+
+
+def report(kind: str, found: dict[str, Frontier], costs: dict[str, dict[str, float]]) -> Any:
+    """Print and return costs, and quality at each share; relative to the naive search if it ran."""
+    print(f"{kind}: accuracy in % (loss of the searched batch) at a share of the dense MACs")
+    print(f"{'':12s}" + "".join(f"{share:>14}" for share in SHARES))
+    for name, result in found.items():
+        cells = (f"{100 * (p.accuracy or 0):6.2f} ({p.loss:5.3f})" for p in result)
+        print(f"{name:12s}" + "".join(f"{cell:>14}" for cell in cells))
+    for name, cost in costs.items():
+        if "naive" in costs:
+            cost["fewer layer evaluations"] = (
+                costs["naive"]["layer_evaluations"] / cost["layer_evaluations"]
+            )
+            cost["faster"] = costs["naive"]["seconds"] / cost["seconds"]
+        if "naive" in found and name in found:
+            pairs = zip(found[name], found["naive"], strict=True)
+            cost["least accuracy gained"] = min(
+                (a.accuracy or 0) - (b.accuracy or 0) for a, b in pairs
+            )
+        print(f"  {name:14s}" + ", ".join(f"{key} {value:.4g}" for key, value in cost.items()))
+    quality = {
+        name: {
+            str(s): {"loss": p.loss, "accuracy": p.accuracy} for s, p in zip(SHARES, f, strict=True)
+        }
+        for name, f in found.items()
+    }
+    return {"searches": costs, "at a share of the MACs": quality}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=20000)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    name, (train, test) = images(options.samples)
+    answer: dict[str, Any] = {"data": name, "test samples": len(test[1])}
+    x, y = train[0][:BATCH], train[1][:BATCH]
+    for kind in ("low-rank training", "SVD of dense"):
+        low_rank = kind == "low-rank training"
+        model = trained(*train, options.epochs, low_rank=low_rank)
+        found, costs = searches(
+            model, lambda m: F.cross_entropy(m(x), y), x[:1], also_naive=low_rank
+        )
+        found = {method: at_shares(result, model, *test) for method, result in found.items()}
+        answer[kind] = report(kind, found, costs)
+        if low_rank:
+            first, *others = found
+            found[first].plot(RESULTS / "frontier.svg", beside={n: found[n] for n in others})
+    write("frontier", answer)
+
+
+if __name__ == "__main__":
+    main()
