@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import platform
 import statistics
@@ -15,14 +14,11 @@ from typing import Any
 
 import torch
 
+from maestro_lod.memory import keep_freed_memory
+
 RESULTS = Path(__file__).parent / "results"
 
-if platform.libc_ver()[0] == "glibc":
-    # Keep freed memory: fresh pages for every activation would cost more than what is measured,
-    # and how often they are needed differs from process to process.
-    _libc = ctypes.CDLL(None)
-    _libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-    _libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+keep_freed_memory()  # how often fresh pages are needed differs from process to process
 
 
 class Times(dict[str, list[float]]):

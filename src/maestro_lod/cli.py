@@ -41,6 +41,7 @@ from maestro_lod.errors import (
     listed,
     nearest,
 )
+from maestro_lod.memory import keep_freed_memory
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -356,6 +357,7 @@ def bench(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the program; ends with exit code 0, 1 (failed), 2 (wrong input) or 130 (interrupted)."""
+    keep_freed_memory()
     try:
         code = app(args=arguments, prog_name="lod", standalone_mode=False) or 0
     except OwnCodeError as error:
