@@ -1,0 +1,94 @@
+"""python -m paper: list the items, measure some of them, write the README from what was measured.
+
+python -m paper                     what there is, and what has been measured
+python -m paper toy counts          measure these items; what was trained already is kept
+python -m paper table10 --smoke     a smoke test: one seed, one epoch, few samples
+python -m paper readme              write README.md from the results, measuring nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from maestro_lod.errors import MaestroError, nearest
+from maestro_lod.memory import keep_freed_memory
+from paper.record import RESULTS, ROOT, read, write
+from paper.scale import Scale
+
+ITEMS = ("toy", "table10", "counts")
+"""In the order of the README."""
+
+
+def item(name: str) -> ModuleType:
+    return import_module(f"paper.{name}")
+
+
+def measure(name: str, scale: Scale, results: Path) -> None:
+    """Do the work of one item and write its result and figures."""
+    start = time.monotonic()
+    module = item(name)
+    result = module.measure(scale)
+    write(name, result, time.monotonic() - start, results)
+    for figure, drawing in module.figures(result).items():
+        (results / f"{figure}.svg").write_text(drawing)
+
+
+def readme(results: Path = RESULTS) -> str:
+    """Return the README as it follows from the results."""
+    parts = [(ROOT / "preface.md").read_text()]
+    for name in ITEMS:
+        record, module = read(name, results), item(name)
+        parts.append(f"## {module.TITLE}\n\n`python -m paper {name}`")
+        if record is None:
+            parts.append("Not measured yet.")
+            continue
+        figures = module.figures(record["result"])
+        parts.append(module.markdown(record["result"]))
+        parts += [f"![{figure}](results/{figure}.svg)" for figure in figures]
+        parts.append(f"<sub>commit {record['commit']}, {record['seconds'] / 60:.1f} minutes</sub>")
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m paper", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("items", nargs="*", help="items, all, or readme")
+    parser.add_argument("--smoke", action="store_true", help="one seed, one epoch, few samples")
+    parser.add_argument("--runs", type=Path, default=Path("runs/paper"), help="training runs")
+    parser.add_argument("--results", type=Path, help="where results go")
+    options = parser.parse_args(arguments)
+    if options.smoke and options.results is None:
+        parser.error("--smoke needs --results DIR: its numbers must not be taken for measured ones")
+    results = options.results or RESULTS
+    for name in options.items:
+        if name not in (*ITEMS, "all", "readme"):
+            parser.error(f"there is no item {name!r}.{nearest(name, ITEMS)} There are: {ITEMS}")
+    if not options.items:
+        for name in ITEMS:
+            state = "measured" if read(name, results) else "not measured"
+            print(f"{name:12}{item(name).TITLE:80}{state}")
+        return
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    names = ITEMS if "all" in options.items else [n for n in options.items if n != "readme"]
+    for name in names:
+        print(f"{name}: {item(name).TITLE}", file=sys.stderr)
+        try:
+            measure(name, Scale(options.runs, options.smoke), results)
+        except MaestroError as error:
+            sys.exit(f"{name}: {error}")
+    if not options.smoke:
+        (ROOT / "README.md").write_text(readme(results))
+
+
+if __name__ == "__main__":
+    main()

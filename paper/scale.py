@@ -1,0 +1,73 @@
+"""How much of an item is done, and the training runs that items share."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maestro_lod.tasks.recipe import load_recipe
+from maestro_lod.tasks.run import Run
+
+Setting = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Scale:
+    """All of an item, or a smoke test of it: one seed, one epoch, few samples."""
+
+    runs: Path
+    smoke: bool = False
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return (0,) if self.smoke else (0, 1, 2)
+
+    def trained(self, recipe: str, **changes: Setting) -> Run:
+        """Return a finished run of a recipe: one that lies there, or one trained now.
+
+        A run that was stopped is gone on with. A change is a setting, with `__` for the dot: `budget__params=0.2`.
+        """
+        given = {key.replace("__", "."): value for key, value in changes.items()}
+        directory = self.runs / recipe / ",".join(f"{k}={_written(v)}" for k, v in given.items())
+        given["threads"] = 1
+        if self.smoke:
+            given |= {"epochs": 1, "data.limit": 512, "schedule.name": "constant"}
+        wanted = load_recipe(recipe, [f"{key}={_written(value)}" for key, value in given.items()])
+        run = Run(directory, wanted)
+        if (directory / "config.yaml").exists():
+            run = Run.open(directory)
+            if run.recipe != wanted:
+                raise SystemExit(
+                    f"{directory} was trained with other settings than {recipe} has now. "
+                    "Move it away, or give another --runs."
+                )
+        if not run.finished:
+            start = time.monotonic()
+            print(f"  training {directory} …", end=" ", file=sys.stderr, flush=True)
+            run.train()
+            print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+        return run
+
+
+def _written(value: Setting) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def row(run: Run) -> dict[str, Any]:
+    """Return what the paper's tables say of a run: quality, what is deployed, cost of training."""
+    result = run.result()
+    summary, ledger = result["summary"], result["ledger"]
+    return {
+        **result["test"],
+        "params": summary["fused_params"],
+        "macs": summary["fused_macs"],
+        "relative_params": summary["fused_params"] / summary["dense_params"],
+        "relative_macs": summary["fused_macs"] / summary["dense_macs"],
+        "training_params": 1.0 if ledger is None else ledger["relative_params"],
+        "training_macs": 1.0 if ledger is None else ledger["relative_macs"],
+        "seconds": result["seconds"],
+        "epochs": result["epochs"],
+    }

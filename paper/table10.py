@@ -1,0 +1,55 @@
+"""Table 10: LeNet on MNIST, dense and seven λ, 20 epochs, three seeds."""
+
+from __future__ import annotations
+
+from statistics import mean, stdev
+from typing import Any
+
+from paper.published import LENET, LENET_PARAMS_MEANT
+from paper.scale import Scale, row
+
+TITLE = "Table 10: LeNet on MNIST for different λ"
+
+
+def measure(scale: Scale) -> dict[str, Any]:
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in LENET}
+    for seed in scale.seeds:
+        for name, runs in rows.items():
+            change = {"method": "dense"} if name == "dense" else {"penalty": name}
+            runs.append(row(scale.trained("lenet-mnist", **change, seed=seed)))
+    return {"seeds": list(scale.seeds), "rows": rows}
+
+
+def figures(result: dict[str, Any]) -> dict[str, str]:
+    return {}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        "| λ | % | paper | params | paper | MACs | paper | training MACs, params | paper |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    reached = 0
+    for name, runs in result["rows"].items():
+        accuracy, deviation, macs, params, train_macs, train_params = LENET[name]
+        mine = [100 * run["accuracy"] for run in runs]
+        size, meant = mean(run["params"] for run in runs), LENET_PARAMS_MEANT.get(name, params)
+        misprint = "" if meant == params else f" (meant: {meant:,})"
+        lines.append(
+            f"| {name} | {spread(mine)} | {accuracy:.2f} ± {deviation:.2f} "
+            f"| {size:,.0f} | {params:,}{misprint} "
+            f"| {mean(run['macs'] for run in runs):,.0f} | {macs:,} "
+            f"| {mean(run['training_macs'] for run in runs):.2f}×, "
+            f"{mean(run['training_params'] for run in runs):.2f}× "
+            f"| {train_macs:.2f}×, {train_params:.2f}× |"
+        )
+        reached += mean(mine) >= accuracy - 0.3 and size <= 1.15 * meant
+    count = len(result["rows"])
+    lines += ["", f"{reached} of {count} rows reach the paper's accuracy − 0.3 pp or more, at no "
+              "more than 1.15 × its params."]  # fmt: skip
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    """Return the mean and, of several values, their standard deviation."""
+    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
