@@ -28,7 +28,8 @@ class Scale:
     def trained(self, recipe: str, **changes: Setting) -> Run:
         """Return a finished run of a recipe: one that lies there, or one trained now.
 
-        A run that was stopped is gone on with. A change is a setting, with `__` for the dot: `budget__params=0.2`.
+        A run that was stopped is gone on with. A change is a setting, with `__` for the dot:
+        `budget__params=0.2`.
         """
         given = {key.replace("__", "."): value for key, value in changes.items()}
         directory = self.runs / recipe / ",".join(f"{k}={_written(v)}" for k, v in given.items())
