@@ -184,6 +184,7 @@ class Recipe(Section):
     optimizer: Optimizers = SGD()
     schedule: Schedules = Constant()
     penalty: NonNegative = Field(default=0.0, description="λ of the group lasso")
+    pressure: NonNegative = Field(default=0.0, description="λ without units, instead of penalty")
     budget: Budget | None = None
     threshold: NonNegative = Field(default=1e-7, description="importance of ranks to remove")
     sampling: Literal["pairs", "iid", "layer_uniform", "independent"] = Field(
@@ -219,6 +220,10 @@ class Recipe(Section):
             raise ValueError("distill needs its teacher: set full_pass=true too")
         if self.budget is not None and (self.penalty or not self.shrink):
             raise ValueError("budget steers the penalty and shrinks: leave penalty and shrink out")
+        if self.pressure and (self.penalty or self.budget is not None):
+            raise ValueError("pressure sets the penalty: leave penalty and budget out")
+        if self.pressure and self.optimizer.name != "sgd" and not self.proximal:
+            raise ValueError(f"pressure needs proximal=true with {self.optimizer.name}")
         fields = type(self).model_fields
         useless = [key for key in _LOW_RANK_ONLY if getattr(self, key) != fields[key].default]
         if self.method == "dense" and useless:
@@ -230,8 +235,8 @@ class Recipe(Section):
 
 
 _LOW_RANK_ONLY = (
-    "decompose", "penalty", "budget", "threshold", "sampling", "proximal", "shrink", "min_rank",
-    "full_pass", "distill",
+    "decompose", "penalty", "pressure", "budget", "threshold", "sampling", "proximal", "shrink",
+    "min_rank", "full_pass", "distill",
 )  # fmt: skip
 
 
@@ -269,10 +274,10 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
     fallen: set[str] = set()  # what the recipe says, but has no place beside what is asked for
     if "method" in asked and settings.get("method") == "dense":
         fallen = set(_LOW_RANK_ONLY)
-    elif "budget" in asked and settings.get("budget"):
-        fallen = {"penalty"}
-    elif "penalty" in asked and settings.get("penalty"):
-        fallen = {"budget"}
+    else:
+        ways = {"penalty", "pressure", "budget"}  # of choosing λ
+        if any(settings.get(key) for key in ways & asked):
+            fallen = ways
     for key in fallen - asked:
         settings.pop(key, None)
     return checked(settings, name_or_path)

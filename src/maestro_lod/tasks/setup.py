@@ -59,6 +59,7 @@ class Setup:
                 model,
                 optimizer,
                 penalty=recipe.penalty,
+                pressure=recipe.pressure,
                 budget=recipe.budget.model_dump(exclude_none=True) if recipe.budget else None,
                 threshold=recipe.threshold,
                 seed=recipe.seed,

@@ -116,8 +116,8 @@ def fit(
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     optimizer.zero_grad()  # of whatever came before, a step that failed halfway included
-    if lod is not None and lod.budget is not None:
-        lod.budget.expect(epochs, _steps_per_epoch(train_data, accumulate))
+    if lod is not None:
+        _plan(lod, epochs, _steps_per_epoch(train_data, accumulate), schedule)
     one_step = _Step(model, optimizer, lod, loss, schedule, clip_norm, amp)
 
     while progress.epoch < epochs:
@@ -271,6 +271,20 @@ def _record(
     if lod.budget is not None:
         record |= {"budget": lod.budget.share, "phase": lod.budget.phase}
     return record
+
+
+def _plan(lod: LoD, epochs: int, steps: int | None, schedule: Schedule | None) -> None:
+    """Tell LoD how long training lasts, if it needs to know."""
+    if lod.budget is not None:
+        lod.budget.expect(epochs, steps)
+    if lod.pressure and not lod.penalty:
+        if steps is None:
+            raise OptionError(
+                f"pressure={lod.pressure:g} needs to know how long training lasts, and the "
+                "training data has no length: LoD(…, steps=…)."
+            )
+        total = epochs * steps
+        lod.expect(total if schedule is None else sum(map(schedule, range(total))))
 
 
 def milestones(epochs: list[int], steps_per_epoch: int, factor: float = 0.1) -> Schedule:

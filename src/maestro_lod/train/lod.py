@@ -29,6 +29,7 @@ from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import activated, require_low_rank
 from maestro_lod.train.budget import Budget
 from maestro_lod.train.penalty import prox_layers_, weighted_group_lasso
+from maestro_lod.train.pressure import penalty_for
 from maestro_lod.train.sampling import RankSampler
 from maestro_lod.train.shrink import cut, ranks_above, require_optimizer
 
@@ -61,6 +62,9 @@ class LoD:
     from then on there is no penalty, the ranks stay and the weights heal. "steps" in it says after
     how many optimizer steps the model fits. Without it `fit` plans half of its run; in a loop of
     your own the first epoch is trained without pressure, and the model fits eight epochs later.
+
+    `pressure=64` sets λ in units that mean about the same for every model; see `penalty_for`. It
+    needs to know how long training lasts: `steps`, optimizer steps, which `fit` fills in.
     """
 
     def __init__(
@@ -80,6 +84,8 @@ class LoD:
         ema: AveragedModel | None = None,
         example: Example | None = None,
         budget: Mapping[str, float] | None = None,
+        pressure: float = 0.0,
+        steps: float | None = None,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise LayerError(
@@ -93,6 +99,11 @@ class LoD:
                 "a budget steers the penalty itself and needs shrink=True: leave penalty= and "
                 "shrink= out."
             )
+        if require_nonnegative("pressure", pressure) and (penalty or budget is not None):
+            other = "penalty" if penalty else "budget"
+            raise OptionError(f"pressure={pressure:g} sets the penalty itself: leave {other}= out.")
+        if steps is not None and not pressure:
+            raise OptionError(f"steps={steps:g} is for pressure=, which is not given.")
         self.model: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         self.optimizer = optimizer
         self.penalty = require_nonnegative("penalty", penalty)
@@ -106,6 +117,9 @@ class LoD:
         self.budget = (
             None if budget is None else Budget.of(budget, self.model, self.ledger, self.min_rank)
         )
+        self.pressure = pressure
+        if pressure and steps is not None:
+            self.expect(steps)
         self.epoch = 0
         self._layers = require_low_rank(self.model)
         self._steps = self._forwards = 0  # in this epoch
@@ -124,6 +138,16 @@ class LoD:
         """The ranks that were in force in each finished epoch."""
         return [epoch.ranks for epoch in self.ledger.epochs]
 
+    def expect(self, steps: float) -> None:
+        """Set λ to the pressure for a training of so many optimizer steps; once, at its start.
+
+        Where learning rates will change, it is the sum of their shares of the present ones.
+        """
+        if self.pressure and not self.penalty:
+            self.penalty = penalty_for(
+                self.pressure, self.model, self.optimizer, steps, proximal=self.proximal
+            )
+
     # -- one step ------------------------------------------------------------------------------
 
     @contextmanager
@@ -141,6 +165,11 @@ class LoD:
     @contextmanager
     def _sampled(self) -> Iterator[dict[str, int]]:
         self._require_finite_weights()
+        if self.pressure and not self.penalty:
+            raise OptionError(
+                f"pressure={self.pressure:g} needs to know how long training lasts: "
+                "LoD(…, steps=epochs * len(loader)), or train with fit()."
+            )
         drawn = self.sampler.sample()
         layers = {self._layers[name]: rank for name, rank in drawn.items()}
         for layer in layers:
