@@ -18,3 +18,105 @@ LENET = {
 LENET_PARAMS_MEANT = {"16e-5": 18155, "32e-5": 11550}
 """Two cells of Table 10 are misprinted. 16e-5 repeats the dense row: its MACs and its 0.41× say
 18,155, which stands one row below; what belongs there is lost but for its 0.26× (11.3 to 11.8k)."""
+
+COUNTS = {
+    ("LeNet", "params"): {"Table 10": "44426", "Table 1": "0.04 M"},
+    ("LeNet", "MACs"): {"Table 10": "281640", "Table 1": "2e-4 G"},
+    ("LeNet", "training params"): {"Table 10": "1.49 ×"},
+    ("LeNet", "training MACs"): {"Table 10": "1.14 ×"},
+    ("ResNet-18", "params"): {"Table 15": "11.17 M", "Table 11": "11.2 M", "Table 1": "11.18 M"},
+    ("ResNet-18 with a 7×7 stem", "params"): {"Table 1": "11.18 M"},
+    ("ResNet-18", "MACs"): {"Tables 1, 11, 15": "0.56 G"},
+    ("ResNet-18", "training params"): {"Table 11": "1.13 ×"},
+    ("ResNet-18", "training MACs"): {"Table 11": "1.10 ×"},
+    ("VGG-19", "params"): {"Table 12": "20 M", "Table 1": "20.00 M"},
+    ("VGG-19", "MACs"): {"Tables 1, 12, 15": "0.40 G"},
+    ("VGG-19", "training params"): {"Table 12": "1.12 ×"},
+    ("VGG-19", "training MACs"): {"Table 12": "1.10 ×"},
+    ("VGG-19 with two more linear layers", "params"): {"Table 15": "20.56 M"},
+    ("ResNet-50", "params"): {"Tables 1, 14": "25.56 M", "Table 3": "25.26 M"},
+    ("ResNet-50", "MACs"): {"Tables 1, 3, 14": "4.12 G"},
+    ("ResNet-50", "MACs, batch norm and ReLU too"): {"Tables 1, 3, 14": "4.12 G"},
+    ("ResNet-50", "training params"): {"Table 14": "1.24 ×"},
+    ("ResNet-50", "training MACs"): {"Table 14": "1.22 ×"},
+    ("Transformer, tied output", "params"): {"Table 1": "48.98 M"},
+    ("Transformer, tied output", "MACs"): {"Table 1": "1.37 G"},
+    ("Transformer", "params"): {"Table 13": "53.9 M", "Table 2": "53.90 M"},
+    ("Transformer", "MACs"): {"Tables 2, 13": "1.370 G"},
+    ("Pufferfish ResNet-18", "params"): {"Table 15": "3.336 M"},
+    ("Pufferfish ResNet-18", "MACs"): {"Table 15": "0.22 G"},
+    ("Pufferfish VGG-19", "params"): {"Table 15": "8.37 M"},
+    ("Pufferfish VGG-19", "MACs"): {"Table 15": "0.29 G"},
+    ("Pufferfish ResNet-50", "params"): {"Table 3": "15.2 M"},
+    ("Pufferfish ResNet-50", "MACs"): {"Table 3": "3.6 G"},
+    ("Pufferfish ResNet-50, but stem, stage 1 and classifier", "params"): {"Table 3": "9.4 M"},
+    ("Pufferfish ResNet-50, but stem, stage 1 and classifier", "MACs"): {"Table 3": "2.1 G"},
+    ("Pufferfish ResNet-50, all layers", "params"): {"Table 3": "9.4 M"},
+    ("Pufferfish Transformer", "params"): {"Table 2": "26.70 M"},
+    ("Pufferfish Transformer", "MACs"): {"Table 2": "0.996 G"},
+    ("XNOR-Net ResNet-18", "params / 32"): {"Table 15": "0.349 M"},
+    ("XNOR-Net VGG-19", "params / 32"): {"Table 15": "0.64 M"},
+    ("Spectral init VGG-19, 2 % of dense", "params"): {"Table 15": "0.4 M"},
+    ("Maestro VGG-19, λ = 32e-6, beside Pufferfish", "params"): {"Section 5.2": "44.8 %"},
+    ("Maestro Transformer, λ = 2.56, beside Pufferfish", "params"): {"Section 5.2": "51.7 %"},
+    ("Maestro Transformer, λ = 2.56, beside Pufferfish", "MACs"): {"Section 5.2": "25 %"},
+    ("Maestro ResNet-50, all layers, beside Pufferfish", "params"): {"Section 5.2": "97.8 %"},
+}
+"""Counts that follow from arithmetic, by what and quantity: where they stand, and as they stand."""
+
+TRANSFORMER = {
+    "0.32": ("1.125 G", "45.1 M"),
+    "0.64": ("0.957 G", "39.1 M"),
+    "1.28": ("0.570 G", "25.3 M"),
+    "2.56": ("0.248 G", "13.8 M"),
+    "5.12": ("0.123 G", "9.3 M"),
+}
+"""Table 13: λ, MACs and params. The MACs of 5.12 are said to be 0.9 × those of the dense model."""
+
+LENET_PARAMS_SHARE = {"8e-5": "0.71 ×", "16e-5": "0.41 ×", "32e-5": "0.26 ×"}
+"""Table 10: params relative to the dense model, in brackets."""
+
+MAESTRO_PARAMS = {"VGG-19, λ = 32e-6": "2.20 M", "ResNet-50, all layers": "9.2 M"}
+"""Tables 12 and 3."""
+
+DISAGREEMENTS = {
+    ("LeNet", "MACs", "Table 1"): "last digit: cut off, not rounded",
+    ("LeNet", "training MACs", "Table 10"): "last digit: 1.13, for a cause unknown",
+    ("VGG-19", "training MACs", "Table 12"): "last digit: 1.09, for a cause unknown",
+    ("ResNet-18", "params", "Table 1"): "misprint: the count of a 7×7 stem, see below",
+    ("VGG-19", "params", "Table 1"): "last digit: 20, with two digits more than are known",
+    ("ResNet-50", "params", "Table 3"): "misprint: 25.56",
+    ("ResNet-50", "MACs", "Tables 1, 3, 14"): "convention: batch norm and ReLU counted, see below",
+    ("Transformer", "params", "Table 2"): "last digit: 53.9, with a digit more than is known",
+    ("Pufferfish ResNet-50, all layers", "params", "Table 3"): (
+        "convention: not all layers are meant, see above"
+    ),
+    ("Pufferfish ResNet-50, but stem, stage 1 and classifier", "MACs", "Table 3"): (
+        "not reproducible: this choice of layers has the 9.4 M but not the 2.1 G"
+    ),
+    ("Pufferfish Transformer", "MACs", "Table 2"): (
+        "not reproducible: the model that has the 26.70 M has other MACs"
+    ),
+    ("LeNet, λ = 16e-5", "params, from its MACs", "Table 10"): (
+        "misprint: repeats the dense row; the right number stands one row below"
+    ),
+    ("LeNet, λ = 32e-5", "params, from its 0.26 ×", "Table 10"): (
+        "misprint: belongs one row above; what belongs here is lost"
+    ),
+    ("Transformer, λ = 5.12", "MACs beside dense", "Table 13"): "misprint: 0.09",
+    ("Maestro VGG-19, λ = 32e-6, beside Pufferfish", "params", "Section 5.2"): (
+        "misprint: the share of MACs, 0.13 / 0.29"
+    ),
+    ("Maestro Transformer, λ = 2.56, beside Pufferfish", "MACs", "Section 5.2"): (
+        "not reproducible: follows from Pufferfish's 0.996 G"
+    ),
+}
+"""Why a number differs from the count: what, quantity and where -> kind of reason: reason."""
+
+ABLATION = {
+    "Maestro": (94.19, 1.00, 0.37),
+    "without penalty": (94.04, 1.33, 1.00),
+    "without shrinking": (94.12, 1.33, 0.37),
+    "with a full pass": (94.05, 1.97, 0.37),
+}
+"""Table 4: accuracy in %, training MACs relative to Maestro, params relative to dense."""

@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from maestro_lod.tasks.recipe import load_recipe
@@ -72,3 +73,8 @@ def row(run: Run) -> dict[str, Any]:
         "seconds": result["seconds"],
         "epochs": result["epochs"],
     }
+
+
+def spread(values: list[float]) -> str:
+    """Return the mean and, of several values, their standard deviation."""
+    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")

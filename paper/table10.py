@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from paper.published import LENET, LENET_PARAMS_MEANT
-from paper.scale import Scale, row
+from paper.scale import Scale, row, spread
 
 TITLE = "Table 10: LeNet on MNIST for different λ"
 
@@ -48,8 +48,3 @@ def markdown(result: dict[str, Any]) -> str:
     lines += ["", f"{reached} of {count} rows reach the paper's accuracy − 0.3 pp or more, at no "
               "more than 1.15 × its params."]  # fmt: skip
     return "\n".join(lines)
-
-
-def spread(values: list[float]) -> str:
-    """Return the mean and, of several values, their standard deviation."""
-    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")

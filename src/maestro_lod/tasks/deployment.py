@@ -82,9 +82,11 @@ class Trained:
     def tested(self, plain: nn.Module) -> dict[str, float]:
         """Recalibrate BatchNorm of a plain model, in place, and return its test metrics."""
         recalibrate(plain, self.data.train, max(1, self.run.recipe.recalibration))
-        if self.data.test is None:
-            return {}
-        return evaluate(plain, self.data.test)
+        return self.test(plain)
+
+    def test(self, model: nn.Module | None = None) -> dict[str, float]:
+        """Return the test metrics of the model, at its active ranks, or of another one."""
+        return {} if self.data.test is None else evaluate(model or self.model, self.data.test)
 
 
 class _AlwaysDense:
@@ -95,6 +97,22 @@ class _AlwaysDense:
 # -- the frontier ------------------------------------------------------------------------------
 
 
+def search(trained: Trained, **options: Any) -> Frontier:
+    """Search the sizes of a run's model on its training data; `options` are those of `frontier`.
+
+    Accuracies are those of the validation data, if there are any: the test set stays out.
+    """
+    batches = _search_batches(trained.data)
+    held_out = trained.data.validation or batches
+    return frontier(
+        trained.model,
+        lambda model: _mean_loss(model, batches),
+        example=trained.data.example,
+        accuracy=(lambda model: _accuracy(model, held_out)) if _has_classes(batches) else None,
+        **options,
+    )
+
+
 def find_frontier(
     trained: Trained, *, method: str = "look-ahead", progress: Progress | None = None
 ) -> Frontier:
@@ -103,18 +121,8 @@ def find_frontier(
     A search that was stopped goes on where it was.
     """
     data, run = trained.data, trained.run
-    batches = _search_batches(data)
-    held_out = data.validation or batches  # the test set stays out of all choices
     journal = run.directory / f"frontier-{method}.jsonl"
-    found = frontier(
-        trained.model,
-        lambda model: _mean_loss(model, batches),
-        method=method,
-        example=data.example,
-        accuracy=(lambda model: _accuracy(model, held_out)) if _has_classes(batches) else None,
-        progress=progress,
-        resume=journal,
-    )
+    found = search(trained, method=method, progress=progress, resume=journal)
     measured = latency(trained.model, data.example)
     found = found.with_latency(measured.predict, measured.dense)
     found.save(run.directory / "frontier.json")

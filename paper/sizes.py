@@ -1,0 +1,131 @@
+"""Figures 5a to c and 11 to 13 for LeNet: every size of one model, without training again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from maestro_lod.deploy.plot import svg
+from maestro_lod.deploy.points import Frontier
+from maestro_lod.layers.ranks import at_ranks
+from maestro_lod.tasks.deployment import Trained, search
+from maestro_lod.tasks.run import Run
+from paper.published import LENET
+from paper.scale import Scale, row
+
+TITLE = "Figures 5 and 11 to 13: LeNet cut to size, against SVD of the dense model"
+SHARES = (0.75, 0.5, 1 / 3, 0.25, 0.2, 0.15)
+SEARCHES = {"macs": "greedy", "params": "look-ahead"}
+"""What a search saves, and how: the paper's search for its figures, ours for sizes in params."""
+
+Curve = list[dict[str, Any]]
+
+
+def measure(scale: Scale) -> dict[str, Any]:
+    models = {
+        "λ = 0": Trained.of(scale.trained("lenet-mnist", penalty=0, seed=0)),
+        "SVD of dense": Trained.of(scale.trained("lenet-mnist", method="dense", seed=0)),
+    }
+    ordered = models["λ = 0"]
+    others = {
+        name: scale.trained("lenet-mnist", penalty=name, seed=0)
+        for name in LENET
+        if name not in ("dense", "0")
+    }
+    nested = search(ordered, ranks=[_ranks(run) for run in others.values()])
+    return {
+        "curves": {
+            cost: {
+                name: _tested(trained, search(trained, cost=cost, method=method))
+                for name, trained in models.items()
+            }
+            for cost, method in SEARCHES.items()
+        },
+        "trained": {name: row(run) for name, run in others.items()},
+        "nested": dict(zip(others, _tested(ordered, nested), strict=True)),
+        "full": {name: t.test()["accuracy"] for name, t in models.items()},
+        "dense": {"params": nested.dense.params, "macs": nested.dense.macs},
+    }
+
+
+def _ranks(run: Run) -> dict[str, int]:
+    return {layer["name"]: layer["rank"] for layer in run.result()["summary"]["layers"]}
+
+
+def _tested(trained: Trained, found: Frontier) -> Curve:
+    """Return the points of a search with the accuracy that each has on the test set."""
+    curve = []
+    for point in found:
+        with at_ranks(trained.model, point.ranks):
+            reached = trained.test()
+        curve.append(
+            {
+                "params": point.params,
+                "macs": point.macs,
+                "loss": point.loss,
+                "accuracy": reached["accuracy"],
+                "ranks": point.ranks,
+            }
+        )
+    return curve
+
+
+def at_most(curve: Curve, cost: str, limit: float) -> dict[str, Any] | None:
+    """Return what the search thinks best within a limit: the least loss on its training samples."""
+    within = [point for point in curve if point[cost] <= limit]
+    return min(within, key=lambda point: point["loss"], default=None)
+
+
+def figures(result: dict[str, Any]) -> dict[str, str]:
+    dense, drawings = result["dense"], {}
+    for cost, curves in result["curves"].items():
+        lines = {name: _relative(curve, cost, dense) for name, curve in curves.items()}
+        if cost == "params":
+            trained = list(result["trained"].values())
+            lines["λ > 0, trained one by one"] = _relative(trained, cost, dense)
+            lines["λ = 0 at their ranks"] = _relative(result["nested"].values(), cost, dense)
+        drawings[f"sizes-{cost}"] = svg(
+            lines, title=f"LeNet on MNIST: accuracy over {NAMES[cost]}, one training each",
+            across=f"{NAMES[cost]}, relative to dense", up="test accuracy, %",
+        )  # fmt: skip
+    return drawings
+
+
+NAMES = {"macs": "MACs", "params": "params"}
+
+
+def _relative(curve: Any, cost: str, dense: dict[str, int]) -> list[tuple[float, float]]:
+    points = [(point[cost] / dense[cost], 100 * point["accuracy"]) for point in curve]
+    return [point for point in points if point[1] >= 80.0]  # below, models are of no use
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = ["Test accuracy in % (and what it costs) of the model cut to a share of dense:", ""]
+    wins = []
+    for cost, curves in result["curves"].items():
+        lines += [f"| {NAMES[cost]} ≤ | {' | '.join(curves)} |", "|---" * (len(curves) + 1) + "|"]
+        for share in SHARES:
+            best = [at_most(c, cost, share * result["dense"][cost]) for c in curves.values()]
+            shown = ["–" if p is None else f"{100 * p['accuracy']:.2f} ({p[cost]:,})" for p in best]
+            lines.append(f"| {share:.2f}× | {' | '.join(shown)} |")
+            ordered, svd = (0.0 if point is None else point["accuracy"] for point in best)
+            wins.append(ordered > svd)
+        lines.append("")
+    full = 100 * result["full"]["λ = 0"]
+    third = at_most(result["curves"]["params"]["λ = 0"], "params", result["dense"]["params"] / 3)
+    assert third is not None
+    lines += [
+        f"Ordered ranks beat SVD of the dense model at {sum(wins)} of {len(wins)} sizes. At a "
+        f"third of the params the model has {100 * third['accuracy']:.2f} %, whole "
+        f"{full:.2f} % ({100 * third['accuracy'] - full:+.2f} pp).",
+        "",
+        "The ranks of models trained with λ > 0, given to the one with λ = 0 (Figures 5c, 13):",
+        "",
+        "| ranks of λ | params | trained with it, % | λ = 0 at its ranks, % |",
+        "|---|---|---|---|",
+        *(
+            f"| {name} | {point['params']:,} | {100 * result['trained'][name]['accuracy']:.2f} "
+            f"| {100 * point['accuracy']:.2f} |"
+            for name, point in result["nested"].items()
+        ),
+    ]
+    return "\n".join(lines)
