@@ -84,7 +84,7 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{kinds['yes']} of {kinds.total()} comparisons with a number of the paper agree to "
-            f"its last digit; the others: {others}; without a reason: {kinds['no']}. "
+            f"its last digit; the others by kind: {others}; without a reason: {kinds['no']}. "
             "*MACs* are multiply-accumulates with weights, for one image or for "
             f"{TOKENS} source and target tokens; *training* is the mean cost of a step without a "
             "penalty, relative to dense training, the params those held in memory and the MACs "
@@ -178,7 +178,7 @@ def counted(what: str, name: str, skip: str | None = None) -> Iterator[Count]:
     yield from both(what, summary(MODELS[name](), x))
     model = low_rank(MODELS[name](), skip=skip)
     ledger = Ledger.of(model, x)
-    ledger.epochs.append(ledger.epoch_cost(model, RankSampler(model).probabilities()))
+    ledger.epochs.append(ledger.epoch_cost(model, RankSampler(model).chances()))
     assert ledger.relative_params is not None and ledger.relative_macs is not None
     yield Count(what, "training params", ledger.relative_params)
     yield Count(what, "training MACs", ledger.relative_macs)

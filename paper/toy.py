@@ -189,26 +189,22 @@ def rounded(value: float) -> float:
 
 def figures(result: dict[str, Any]) -> dict[str, str]:
     distance, estimate = "distance to the best map of rank k", "‖u‖ · ‖v‖ of rank k"
-    reverse = result["figure6"]
-    blind = {f"SVD, k = {k}": [value] * (POINTS + 1) for k, value in enumerate(reverse["svd"], 1)}
-    return {
-        "figure2a": drawn(result["figure2a"], "Figure 2a: the SVD of a map", distance),
-        "figure2b": drawn(result["figure2b"], "Figure 2b: PCA, data in 3 directions", estimate),
-        "figure6": drawn(
-            {**reverse, "curves": reverse["curves"] | blind},
-            "Figure 6: the order that the data asks for", distance,
-        ),
-        "figure7": drawn(
-            result["figure7"], "Figure 7: PCA, from 3 directions to 2 half-way", estimate
-        ),
-    }  # fmt: skip
-
-
-def drawn(found: dict[str, Any], title: str, up: str) -> str:
-    iterations = range(0, found["iterations"] + 1, found["iterations"] // POINTS)
-    curves = {
-        name: list(zip(iterations, curve, strict=True)) for name, curve in found["curves"].items()
+    blind = {f"SVD, k = {k}": value for k, value in enumerate(result["figure6"]["svd"], 1)}
+    shown: dict[str, tuple[str, str, dict[str, float]]] = {
+        "figure2a": ("Figure 2a: the SVD of a map", distance, {}),
+        "figure2b": ("Figure 2b: PCA, data in 3 directions", estimate, {}),
+        "figure6": ("Figure 6: the order that the data asks for", distance, blind),
+        "figure7": ("Figure 7: PCA, from 3 directions to 2 half-way", estimate, {}),
     }
+    return {name: drawn(result[name], *how) for name, how in shown.items()}
+
+
+def drawn(found: dict[str, Any], title: str, up: str, levels: dict[str, float]) -> str:
+    """Draw curves over iterations, and levels that do not change."""
+    end: int = found["iterations"]
+    steps = range(0, end + 1, end // POINTS)
+    curves = {name: list(zip(steps, c, strict=True)) for name, c in found["curves"].items()}
+    curves |= {name: [(0, level), (end, level)] for name, level in levels.items()}
     return svg(curves, title=title, across="iterations", up=up)
 
 
@@ -219,25 +215,26 @@ def markdown(result: dict[str, Any]) -> str:
             f"**Figure 2a.** A random 9×6 matrix of rank 3 is learned from unit vectors "
             f"(lr {a['lr']:g}, {a['iterations']:,} iterations, no penalty). "
             f"{verdict(a)}: at the end the first k ranks are, for every k at once, within "
-            f"{a['farthest']:.1%} of the norm from the best matrix of rank k "
-            f"(asked for: {a['tolerance']:.0%}).",
+            f"{100 * a['farthest']:.1f} % of the norm from the best matrix of rank k "
+            f"(asked for: {100 * a['tolerance']:.0f} %).",
             f"**Figure 2b.** A linear map of R¹⁰ learns the identity on three points "
             f"(lr {b['lr']:g}, {b['iterations']:,} iterations, λ = {b['penalty']:g}; the method's "
-            "own hierarchical penalty, where the paper's notebook takes a group lasso per rank; "
+            "own hierarchical penalty, where the authors' notebook takes a group lasso per rank; "
             "a full and a sampled pass, as there). "
             f"{verdict(b)}: {b['ranks'][-1]} of 10 ranks remain, their singular values at most "
             f"{b['away']:.3f} from one, and the first k ranks miss the first k principal "
-            f"components by at most {b['miss']:.1%} "
-            f"(asked for: 3 ranks, {b['tolerance']:g}, {b['tolerance']:.0%}).",
+            f"components by at most {100 * b['miss']:.1f} % "
+            f"(asked for: 3 ranks, {b['tolerance']:g}, {100 * b['tolerance']:.0f} %).",
             f"**Figure 6.** The matrix of Figure 2a, but on the data its third singular direction "
             f"is the largest and its first the smallest (lr {order['lr']:g}, "
             f"{order['iterations']:,} iterations, data scaled so that the largest output is one). "
             f"{verdict(order)}: the ranks learn the singular directions "
             f"{', '.join(map(str, order['order']))}, in this order, and end within "
-            f"{order['farthest']:.1%} of the best maps of their rank on the data (asked for: "
-            f"3, 2, 1; {order['tolerance']:.0%}); the truncated SVD, which does not see the "
-            f"data, misses them by {order['svd'][0] / order['norm']:.0%} at rank 1 and "
-            f"{order['svd'][1] / order['norm']:.0%} at rank 2.",
+            f"{100 * order['farthest']:.1f} % of the best maps of their rank on the data "
+            f"(asked for: 3, 2, 1; {100 * order['tolerance']:.0f} %); the truncated SVD, which "
+            "does not see the data, misses them by "
+            f"{100 * order['svd'][0] / order['norm']:.0f} % at rank 1 and "
+            f"{100 * order['svd'][1] / order['norm']:.0f} % at rank 2.",
             f"**Figure 7.** Figure 2b again, but after {drop['drop']:,} iterations one direction "
             f"is projected out of the data. {verdict(drop)}: {drop['ranks'][drop['drop'] // EPOCH]}"
             f" ranks were left before, {drop['ranks'][-1]} are at the end, with singular values at "

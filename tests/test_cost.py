@@ -140,7 +140,7 @@ def test_training_costs_at_no_penalty_are_those_of_the_paper(
         ledger = Ledger.of(model, x)
         sampled = {}
         if strategy is not None:
-            sampled = lod.RankSampler(model, strategy=strategy).probabilities()
+            sampled = lod.RankSampler(model, strategy=strategy).chances()
         ledger.epochs.append(ledger.epoch_cost(model, sampled))
         closed_form = full - sum(
             p * per_rank[n] * (layers[n].rank - 1) / 2 for n, p in share.items()
@@ -477,12 +477,32 @@ def test_executed_macs_of_every_kind_are_what_torch_counts(
     assert layer.executed_macs(layer.positions, rank) == counted
 
 
+def test_the_ledger_expects_what_several_cuts_at_a_time_cost() -> None:
+    model = lod.decompose(small_net(), ranks={"0": 2, "3": 2, "4": 1, "6": 4}).eval()
+    ledger = Ledger.of(model, torch.randn(4, 3, 8, 8))
+    sampler = lod.RankSampler(model, strategy="several", seed=1)
+    layers = low_rank_layers(model)
+    full = ledger.epoch_cost(model, {}).macs
+    saved = []
+    for _ in range(4000):
+        drawn = sampler.sample()
+        saved.append(
+            sum(
+                layers[n].macs(ledger.positions[n], layers[n].rank)
+                - layers[n].macs(ledger.positions[n], b)
+                for n, b in drawn.items()
+            )
+        )
+    expected = full - sum(saved) / len(saved)
+    assert ledger.epoch_cost(model, sampler.chances()).macs == pytest.approx(expected, rel=0.01)
+
+
 def test_the_ledger_expects_the_mean_over_all_samples() -> None:
     model = lod.decompose(small_net(), ranks={"0": 2, "3": 2, "4": 1, "6": 4}).eval()
     x = torch.randn(4, 3, 8, 8)
     ledger = Ledger.of(model, x)
     sampler = lod.RankSampler(model)
-    cost = ledger.epoch_cost(model, sampler.probabilities())
+    cost = ledger.epoch_cost(model, sampler.chances())
     executed = factored = 0
     pairs = [(n, b) for n, m in low_rank_layers(model).items() for b in range(1, m.rank + 1)]
     for name, b in pairs:
@@ -536,7 +556,7 @@ def test_a_ledger_opened_on_shrunk_layers_knows_the_dense_model() -> None:
 def test_a_ledger_is_restored_from_plain_data() -> None:
     model = lod.decompose(LeNet())
     ledger = Ledger.of(model, torch.empty(1, 1, 28, 28))
-    ledger.epochs.append(ledger.epoch_cost(model, lod.RankSampler(model).probabilities()))
+    ledger.epochs.append(ledger.epoch_cost(model, lod.RankSampler(model).chances()))
     other = Ledger(dense_params=0)
     other.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
     assert other == ledger

@@ -520,8 +520,7 @@ def test_the_ledger_draws_a_shared_head_with_its_embedding() -> None:
     with train.step():
         model(x).sum().backward()
     train.end_epoch()
-    positions, drawn = x.numel(), train.sampler.probabilities()["embedding"]
-    mean = rank - drawn * (rank - 1) / 2  # drawn uniformly from 1..rank
+    positions, mean = x.numel(), (rank + 1) / 2  # the one layer, drawn uniformly from 1..rank
     expected = positions * (mean * D + mean * (V + D) + D * D)
     (epoch,) = train.ledger.epochs
     assert epoch.macs == pytest.approx(expected)

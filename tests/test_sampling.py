@@ -142,20 +142,43 @@ def test_independent_gives_every_layer_a_uniform_rank_of_its_own():
     assert_uniform(joint, dict.fromkeys(every, draws / 30))
 
 
+CHANCES = {  # of the layers of ranks 2, 5 and 3
+    "pairs": {"0": [0.1, 0.9], "1": [0.1] * 4 + [0.6], "2": [0.1, 0.1, 0.8]},
+    "layer_uniform": {
+        "0": [1 / 6, 5 / 6],
+        "1": [1 / 15] * 4 + [11 / 15],
+        "2": [1 / 9, 1 / 9, 7 / 9],
+    },
+    "independent": {"0": [1 / 2] * 2, "1": [1 / 5] * 5, "2": [1 / 3] * 3},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_probabilities_say_how_often_each_layer_is_truncated(strategy):
+def test_chances_say_at_which_rank_each_layer_is_left(strategy):
     sampler = RankSampler(low_rank_model(), strategy=strategy, seed=7)
-    expected = {
-        "pairs": {"0": 0.2, "1": 0.5, "2": 0.3},
-        "iid": {"0": 0.2, "1": 0.5, "2": 0.3},
-        "layer_uniform": {"0": 1 / 3, "1": 1 / 3, "2": 1 / 3},
-        "independent": {"0": 1.0, "1": 1.0, "2": 1.0},
-    }[strategy]
-    assert sampler.probabilities() == pytest.approx(expected)
-    draws = 2000
-    seen = Counter(name for _ in range(draws) for name in sampler.sample())
-    for name, probability in expected.items():
-        assert seen[name] / draws == pytest.approx(probability, abs=0.04)
+    chances = sampler.chances()
+    assert {name: len(of_ranks) for name, of_ranks in chances.items()} == WIDTHS
+    for of_ranks in chances.values():
+        assert sum(of_ranks) == pytest.approx(1.0)
+    expected = CHANCES.get("pairs" if strategy == "iid" else strategy, {})
+    for name, of_ranks in expected.items():
+        assert chances[name] == pytest.approx(of_ranks)
+    draws = 4000
+    seen = Counter()
+    for _ in range(draws):
+        drawn = sampler.sample()
+        seen.update((name, drawn.get(name, width)) for name, width in WIDTHS.items())
+    for name, of_ranks in chances.items():
+        for rank, chance in enumerate(of_ranks, 1):
+            assert seen[name, rank] / draws == pytest.approx(chance, abs=0.03)
+
+
+def test_several_cuts_up_to_all_layers_together():
+    sampler = RankSampler(low_rank_model(), strategy="several", seed=8)
+    counts = Counter(len(sampler.sample()) for _ in range(600))
+    assert set(counts) == {1, 2, 3}
+    alone = 1 / 3 + (0.2**2 + 0.5**2 + 0.3**2) / 3 + (0.2**3 + 0.5**3 + 0.3**3) / 3
+    assert counts[1] / 600 == pytest.approx(alone, abs=0.06)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -184,7 +207,7 @@ def test_layers_of_rank_zero_and_frozen_layers_are_passed_over(strategy):
     layer(model, "2").requires_grad_(False)
     sampler = RankSampler(model, strategy=strategy)
     assert sampler.live_ranks() == {"0": 2}
-    assert sampler.probabilities() == {"0": 1.0}
+    assert list(sampler.chances()) == ["0"]
     assert {pair for _ in range(50) for pair in sampler.sample().items()} == {("0", 1), ("0", 2)}
 
 
@@ -200,7 +223,7 @@ def test_a_model_with_nothing_to_sample_is_refused(strategy, how):
         model.requires_grad_(False)
     with pytest.raises(MaestroError, match="no rank is left"):
         sampler.sample()
-    assert sampler.probabilities() == {}
+    assert sampler.chances() == {}
 
 
 def test_an_unknown_strategy_is_refused_with_the_nearest_one():

@@ -7,7 +7,7 @@ low-rank layer is dense, so that no arithmetic is done and nothing is missed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
@@ -339,20 +339,20 @@ class Ledger:
         self.dense_macs, self.positions = macs.total, macs.positions
 
     def epoch_cost(
-        self, model: nn.Module, sampled: Mapping[str, float], *, full_pass: bool = False
+        self, model: nn.Module, chances: Mapping[str, Sequence[float]], *, full_pass: bool = False
     ) -> EpochCost:
         """Return the cost of an epoch at the model's current ranks; append it to `epochs` to book.
 
-        `sampled` says with which probability a step truncates each layer, to a rank that is
-        uniform over those it has.
+        `chances` says how likely each layer is at rank 1, 2, … in a step; layers that are not in
+        it always are at their own.
         """
         layers = low_rank_layers(model)
         return EpochCost(
             ranks={name: layer.rank for name, layer in layers.items()},
             params=count_params(model),
-            macs=self._expected(model, sampled, full_pass, lambda m, p, r: m.macs(p, r)),
+            macs=self._expected(model, chances, full_pass, lambda m, p, r: m.macs(p, r)),
             executed_macs=self._expected(
-                model, sampled, full_pass, lambda m, p, r: m.executed_macs(p, r)
+                model, chances, full_pass, lambda m, p, r: m.executed_macs(p, r)
             ),
         )
 
@@ -372,7 +372,7 @@ class Ledger:
     def _expected(
         self,
         model: nn.Module,
-        sampled: Mapping[str, float],
+        chances: Mapping[str, Sequence[float]],
         full_pass: bool,
         macs: Callable[[Costed, int, int], int],
     ) -> float | None:
@@ -383,12 +383,15 @@ class Ledger:
         for name, layer in costed_layers(model).items():
             positions, rank = self.positions[name], layer.rank
             full = macs(layer, positions, rank)
-            total += full * (2 if full_pass else 1) - layer.dense_macs(positions)
             # a shared head is drawn with its embedding
             drawn = layer.embedding if isinstance(layer, SharedHead) else layer
-            if probability := sampled.get(name_of[id(drawn)], 0.0):
-                mean = sum(macs(layer, positions, b) for b in range(1, rank + 1)) / rank
-                total -= probability * (full - mean)
+            drawn_at = chances.get(name_of[id(drawn)])
+            sampled = (
+                float(full)
+                if drawn_at is None
+                else sum(chance * macs(layer, positions, b) for b, chance in enumerate(drawn_at, 1))
+            )
+            total += sampled + (full if full_pass else 0) - layer.dense_macs(positions)
         return total
 
     @property

@@ -187,7 +187,7 @@ class Recipe(Section):
     pressure: NonNegative = Field(default=0.0, description="λ without units, instead of penalty")
     budget: Budget | None = None
     threshold: NonNegative = Field(default=1e-7, description="importance of ranks to remove")
-    sampling: Literal["pairs", "iid", "layer_uniform", "independent"] = Field(
+    sampling: Literal["pairs", "iid", "several", "layer_uniform", "independent"] = Field(
         default="pairs", description="of the rank of a step"
     )
     proximal: Switch = Field(default=False, description="exact zeros under any optimizer")

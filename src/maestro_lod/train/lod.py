@@ -250,8 +250,8 @@ class LoD:
         self._measure_from_first_batch()
         if self.budget is not None:
             keep = self.budget.end_epoch(self.model)
-        probabilities = self.sampler.probabilities()
-        cost = self.ledger.epoch_cost(self.model, probabilities, full_pass=self.full_pass)
+        chances = self.sampler.chances()
+        cost = self.ledger.epoch_cost(self.model, chances, full_pass=self.full_pass)
         lost = cut(self.model, keep, self.optimizer, self.ema) if self.shrink else {}
         self.ledger.epochs.append(cost)
         logger.info(

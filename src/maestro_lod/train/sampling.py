@@ -13,6 +13,7 @@ from maestro_lod.layers.ranks import require_low_rank
 STRATEGIES = {
     "pairs": "every (layer, rank) pair once in random order, then again (the paper's)",
     "iid": "a (layer, rank) pair at random, all pairs equally likely",
+    "several": "one to as many such pairs as there are layers, so that layers are cut together",
     "layer_uniform": "a layer at random, then a rank of it",
     "independent": "a rank of its own for every layer",
 }
@@ -45,14 +46,29 @@ class RankSampler:
         """Return the layers that can be drawn with their current ranks."""
         return {n: m.rank for n, m in self._layers.items() if m.rank and m.u.requires_grad}
 
-    def probabilities(self) -> dict[str, float]:
-        """Return how likely it is that a draw truncates each layer that can be drawn."""
+    def chances(self) -> dict[str, list[float]]:
+        """Return how likely a draw leaves each layer at rank 1, 2, … of those that it has."""
         ranks = self.live_ranks()
-        if self.strategy == "independent":
-            return dict.fromkeys(ranks, 1.0)
-        if self.strategy == "layer_uniform":
-            return dict.fromkeys(ranks, 1.0 / max(len(ranks), 1))
-        return {name: rank / sum(ranks.values()) for name, rank in ranks.items()}
+        pairs, layers = sum(ranks.values()), len(ranks)
+
+        def at_least(rank: int, of: int) -> float:
+            """How likely a layer has at least this rank active: no smaller one was drawn."""
+            if self.strategy == "independent":
+                return 1 - (rank - 1) / of
+            if self.strategy == "layer_uniform":
+                return 1 - (rank - 1) / (of * layers)
+            missed = 1 - (rank - 1) / pairs
+            if self.strategy == "several":
+                return sum(missed**count for count in range(1, layers + 1)) / layers
+            return missed
+
+        return {
+            name: [
+                at_least(b, rank) - (at_least(b + 1, rank) if b < rank else 0.0)
+                for b in range(1, rank + 1)
+            ]
+            for name, rank in ranks.items()
+        }
 
     def sample(self) -> dict[str, int]:
         """Draw the active ranks of the next step."""
@@ -61,16 +77,24 @@ class RankSampler:
         ranks = self._require_ranks()
         if self.strategy == "independent":
             return {name: self._draw(rank) + 1 for name, rank in ranks.items()}
-        names = list(ranks)
         if self.strategy == "layer_uniform":
-            name = names[self._draw(len(names))]
+            name = list(ranks)[self._draw(len(ranks))]
             return {name: self._draw(ranks[name]) + 1}
+        count = self._draw(len(ranks)) + 1 if self.strategy == "several" else 1
+        drawn: dict[str, int] = {}
+        for _ in range(count):
+            name, rank = self._draw_pair(ranks)
+            drawn[name] = min(rank, drawn.get(name, rank))
+        return drawn
+
+    def _draw_pair(self, ranks: dict[str, int]) -> tuple[str, int]:
         pick = self._draw(sum(ranks.values()))
-        for name in names:
-            if pick < ranks[name]:
+        name = ""
+        for name, rank in ranks.items():  # noqa: B007
+            if pick < rank:
                 break
-            pick -= ranks[name]
-        return {name: pick + 1}
+            pick -= rank
+        return name, pick + 1
 
     def _require_ranks(self) -> dict[str, int]:
         ranks = self.live_ranks()
