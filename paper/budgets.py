@@ -1,0 +1,104 @@
+"""Beyond the paper: trainings that land on a budget, beside a sweep of λ at the same size."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from statistics import mean
+from typing import Any
+
+from maestro_lod.deploy.plot import svg
+from paper.scale import Scale, row
+
+TITLE = "Beyond the paper: a budget instead of λ"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lenet-mnist": {
+        "budgets": (0.1, 0.2, 0.4),
+        "penalties": ("8e-5", "16e-5", "32e-5", "64e-5", "128e-5", "256e-5", "512e-5"),
+        "seeds": (0, 1, 2),
+    },
+    "resnet18-small-cifar10": {
+        "budgets": (0.1, 0.3),
+        "penalties": ("1e-4", "2e-4", "4e-4", "8e-4", "16e-4"),
+        "seeds": (0,),
+    },
+}
+
+
+def measure(scale: Scale) -> dict[str, Any]:
+    result = {}
+    for recipe, asked in SETTINGS.items():
+        seeds = scale.seeds[: len(asked["seeds"])]
+        result[recipe] = {
+            "sweep": {
+                penalty: [row(scale.trained(recipe, penalty=penalty, seed=s)) for s in seeds]
+                for penalty in asked["penalties"]
+            },
+            "budgets": {
+                str(budget): [
+                    row(scale.trained(recipe, budget__params=budget, seed=s)) for s in seeds
+                ]
+                for budget in asked["budgets"]
+            },
+        }
+    return result
+
+
+Point = tuple[float, float]
+
+
+def curve(groups: dict[str, list[dict[str, Any]]]) -> list[Point]:
+    """Return the mean (relative params, accuracy in %) of each group of runs, small to large."""
+    return sorted(
+        (mean(r["relative_params"] for r in rows), 100 * mean(r["accuracy"] for r in rows))
+        for rows in groups.values()
+    )
+
+
+def at_size(sweep: list[Point], size: float) -> float | None:
+    """Return the accuracy of a sweep at a size: linear in its logarithm, None outside of it."""
+    for (small, low), (large, high) in pairwise(sweep):
+        if small <= size <= large:
+            return low + (high - low) * math.log(size / small) / math.log(large / small)
+    return None
+
+
+def figures(result: dict[str, Any]) -> dict[str, str]:
+    return {
+        f"budgets-{recipe}": svg(
+            {"sweep of λ": curve(measured["sweep"]), "budget": curve(measured["budgets"])},
+            title=f"{recipe}: accuracy over params",
+            across="params, relative to dense",
+            up="test accuracy, %",
+        )
+        for recipe, measured in result.items()
+    }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = []
+    for recipe, measured in result.items():
+        sweep = curve(measured["sweep"])
+        lines += [
+            f"`lod train {recipe} --set budget.params=…`:",
+            "",
+            "| budget | used, by seed | accuracy % | sweep of λ at that size, % |",
+            "|---|---|---|---|",
+        ]
+        within, gaps = True, []
+        for budget, rows in measured["budgets"].items():
+            used = [r["relative_params"] / float(budget) for r in rows]
+            size = mean(r["relative_params"] for r in rows)
+            accuracy, swept = 100 * mean(r["accuracy"] for r in rows), at_size(sweep, size)
+            within &= all(0.95 <= share <= 1.0 for share in used)
+            gaps += [] if swept is None else [accuracy - swept]
+            lines.append(
+                f"| {budget} | {', '.join(f'{share:.1%}' for share in used)} | {accuracy:.2f} "
+                f"| {'smaller than any' if swept is None else f'{swept:.2f}'} |"
+            )
+        landed = "Every training lands" if within else "Not every training lands"
+        lines += ["", f"{landed} within 5 % below its budget."]
+        if gaps:
+            lines[-1] += f" Against the sweep: {', '.join(f'{gap:+.2f}' for gap in gaps)} pp."
+        lines.append("")
+    return "\n".join(lines)
