@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "resnet18-small-cifar10": {
         "budgets": (0.1, 0.3),
-        "penalties": ("1e-4", "2e-4", "4e-4", "8e-4", "16e-4"),
+        "penalties": ("2e-4", "4e-4", "8e-4", "16e-4", "32e-4"),
         "seeds": (0,),
     },
 }

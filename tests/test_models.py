@@ -32,7 +32,7 @@ from maestro_lod.tasks.models.transformer import (
 COUNTS = {
     "lenet": (44_426, 281_640),
     "resnet18": (11_173_962, 555_422_720),
-    "resnet18_small": (395_350, 19_796_928),
+    "resnet18_small": (701_466, 8_762_624),
     "resnet50": (25_557_032, 4_089_184_256),
     "vgg19": (20_035_018, 398_136_320),
     "vgg19_small": (1_255_546, 25_216_256),

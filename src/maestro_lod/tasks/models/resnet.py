@@ -86,19 +86,20 @@ class ResNet(nn.Module):
         return logits
 
 
-def resnet18(classes: int = 10, width: int = 64) -> ResNet:
+def resnet18(classes: int = 10, width: int = 64, stride: int = 1) -> ResNet:
     """ResNet-18 for 32×32 images: 11,173,962 parameters and 555,422,720 MACs.
 
-    `width` is that of the first stage; the others have 2, 4 and 8 times as many channels.
+    `width` is that of the first stage; the others have 2, 4 and 8 times as many channels. `stride`
+    is that of the stem.
     """
-    conv = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+    conv = nn.Conv2d(3, width, 3, stride, 1, bias=False)
     stem = nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU())
     return ResNet(BasicBlock, (2, 2, 2, 2), stem, classes, width)
 
 
 def resnet18_small(classes: int = 10) -> ResNet:
-    """ResNet-18 that trains on two CPU cores, width 12: 395,350 parameters and 19,796,928 MACs."""
-    return resnet18(classes, width=12)
+    """ResNet-18 that trains on a CPU, width 16, stem stride 2: 701,466 parameters and 8,762,624 MACs."""
+    return resnet18(classes, width=16, stride=2)
 
 
 def resnet50(classes: int = 1000) -> ResNet:
