@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -20,6 +21,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "resnet18-small-cifar10": {
         "budgets": (0.1, 0.3),
         "penalties": ("2e-4", "4e-4", "8e-4", "16e-4", "32e-4"),
+        "seeds": (0,),
+    },
+    "paper/nn-transformer.yaml": {
+        "budgets": (0.1, 0.3),
+        "penalties": ("0.1", "0.2", "0.4", "0.8"),
         "seeds": (0,),
     },
 }
@@ -65,9 +71,9 @@ def at_size(sweep: list[Point], size: float) -> float | None:
 
 def figures(result: dict[str, Any]) -> dict[str, str]:
     return {
-        f"budgets-{recipe}": svg(
+        f"budgets-{Path(recipe).stem}": svg(
             {"sweep of λ": curve(measured["sweep"]), "budget": curve(measured["budgets"])},
-            title=f"{recipe}: accuracy over params",
+            title=f"{Path(recipe).stem}: accuracy over params",
             across="params, relative to dense",
             up="test accuracy, %",
         )

@@ -33,10 +33,12 @@ class Scale:
         `budget__params=0.2`.
         """
         given = {key.replace("__", "."): value for key, value in changes.items()}
-        directory = self.runs / recipe / ",".join(f"{k}={_written(v)}" for k, v in given.items())
+        name = Path(recipe).stem  # of a recipe of ours, or of a file
+        directory = self.runs / name / ",".join(f"{k}={_written(v)}" for k, v in given.items())
         given["threads"] = 1
         if self.smoke:
-            given |= {"epochs": 1, "data.limit": 512, "schedule.name": "constant"}
+            few = "data.options.lines" if recipe.endswith(".yaml") else "data.limit"
+            given |= {"epochs": 1, few: 512, "schedule": "constant"}
         wanted = load_recipe(recipe, [f"{key}={_written(value)}" for key, value in given.items()])
         run = Run(directory, wanted)
         if (directory / "config.yaml").exists():
