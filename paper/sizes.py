@@ -98,7 +98,8 @@ NAMES = {"macs": "MACs", "params": "params"}
 
 def _relative(curve: Any, cost: str, dense: dict[str, int]) -> list[tuple[float, float]]:
     points = [(point[cost] / dense[cost], 100 * point["accuracy"]) for point in curve]
-    return [point for point in points if point[1] >= 80.0]  # below, models are of no use
+    best = max(accuracy for _, accuracy in points)
+    return [point for point in points if point[1] >= best - 15]  # below, models are of no use
 
 
 def _accuracy(point: dict[str, Any] | None) -> float:
