@@ -1,11 +1,12 @@
 """Which search finds the best submodels, and how much less does it run than the naive one?
 
-    python benchmarks/frontier.py [--samples 20000] [--epochs 2] [--threads 1]
+    lod train resnet18-small-cifar10 --set penalty=0 --out runs/ordered
+    lod train resnet18-small-cifar10 --set method=dense --out runs/dense
+    python benchmarks/frontier.py runs/ordered runs/dense
 
-A narrow ResNet-18 on handwritten digits (MNIST, or scikit-learn's if that is not there), trained
-low-rank, or dense and then decomposed. The naive search is the paper's: before each cut it
-evaluates every candidate with a whole forward. Layer evaluations are forwards of single low-rank
-layers that really ran.
+The naive search is the paper's: before each cut it evaluates every candidate with a whole forward.
+Layer evaluations are forwards of single low-rank layers that really ran. The dense model is
+decomposed by SVD; there the naive search is left out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,53 +30,28 @@ from maestro_lod.cost import dense_macs
 from maestro_lod.deploy.frontier import Frontier, frontier
 from maestro_lod.deploy.replay import batch_statistics
 from maestro_lod.deploy.search import METHODS, Costs
-from maestro_lod.errors import DataError
 from maestro_lod.layers import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.tasks.data import load_data
-from maestro_lod.tasks.models import resnet18
+from maestro_lod.tasks.deployment import Trained
+from maestro_lod.tasks.run import Run
 
-WIDTH, SIDE, BATCH, UNTIL = 8, 14, 256, 0.25
-TEST = 5000  # samples
+SAMPLES, TEST, UNTIL = 256, 5000, 0.25
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 Loss = Callable[[nn.Module], Tensor]
 Found = TypeVar("Found")
 
 
-def images(samples: int) -> tuple[str, list[tuple[Tensor, Tensor]]]:
-    """Load training and test images as two pairs of tensors."""
-    try:
-        data = load_data(name := "mnist", batch=1000, validation=0.0)
-    except DataError:
-        data = load_data(name := "digits", batch=1000, validation=0.0)
-    splits = []
-    for batches, most in ((data.train, samples), (data.test, TEST)):
-        assert batches is not None
-        x, y = (torch.cat(parts)[:most] for parts in zip(*batches, strict=True))
-        splits.append((F.interpolate(x, size=SIDE, mode="area").repeat(1, 3, 1, 1), y))
-    return name, splits
-
-
-def trained(x: Tensor, y: Tensor, epochs: int, *, low_rank: bool) -> nn.Module:
-    """Train low-rank without a penalty, or dense and decompose afterwards."""
+def tensors(batches: Any, samples: int) -> tuple[Tensor, Tensor]:
+    """Return so many inputs and targets of some batches as two tensors."""
     torch.manual_seed(0)
-    model: nn.Module = resnet18(width=WIDTH)
-    if low_rank:
-        lod.decompose(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    train = lod.LoD(model, optimizer) if low_rank else None
-    batches = [b for _ in range(epochs) for b in torch.randperm(len(y)).split(128) if len(b) == 128]
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
-    for batch in batches:
-        if train is None:
-            F.cross_entropy(model(x[batch]), y[batch]).backward()
-        else:
-            with train.step():
-                F.cross_entropy(model(x[batch]), y[batch]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return model if low_rank else lod.decompose(model)
+    parts, count = [], 0
+    for x, y in batches:
+        parts.append((x, y))
+        count += len(y)
+        if count >= samples:
+            break
+    x, y = (torch.cat(part)[:samples] for part in zip(*parts, strict=True))
+    return x, y
 
 
 @contextmanager
@@ -188,20 +165,23 @@ def report(kind: str, found: dict[str, Frontier], costs: dict[str, dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=20000)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("ordered", type=Path, help="a run without penalty")
+    parser.add_argument("dense", type=Path, help="a dense run of the same recipe")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    name, (train, test) = images(options.samples)
-    answer: dict[str, Any] = {"data": name, "test samples": len(test[1])}
-    x, y = train[0][:BATCH], train[1][:BATCH]
-    for kind in ("low-rank training", "SVD of dense"):
-        low_rank = kind == "low-rank training"
-        model = trained(*train, options.epochs, low_rank=low_rank)
+    torch.set_num_threads(1)
+    answer: dict[str, Any] = {"samples of the search": SAMPLES, "test samples": TEST}
+    for kind, directory in (
+        ("low-rank training", options.ordered),
+        ("SVD of dense", options.dense),
+    ):
+        trained = Trained.of(Run.open(directory))
+        model, low_rank = trained.model, kind == "low-rank training"
+        x, y = tensors(trained.data.train, SAMPLES)
+        answer["recipe"] = trained.run.recipe.recipe
         found, costs = searches(
-            model, lambda m: F.cross_entropy(m(x), y), x[:1], also_naive=low_rank
+            model, lambda m, x=x, y=y: F.cross_entropy(m(x), y), x[:1], also_naive=low_rank
         )
+        test = tensors(trained.data.test, TEST)
         found = {method: at_shares(result, model, *test) for method, result in found.items()}
         answer[kind] = report(kind, found, costs)
         if low_rank:
