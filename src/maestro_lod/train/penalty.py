@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,68 +26,97 @@ _OTHERS = {
 """The dimensions of a factor beside that of its ranks, by that one and by how many there are."""
 
 
-def rank_norms(factors: Sequence[Tensor]) -> Tensor:
-    """Return the norm of every rank of every factor as (factors, largest rank), padded with zeros.
+def _rank_squares(factors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the squared norm of every rank of every factor; in float32 or better.
 
-    Factors come as u, v, u, v, …. Computed in float32 or better.
+    Factors come as u, v, u, v, ….
     """
     dtype = functools.reduce(torch.promote_types, {f.dtype for f in factors}, torch.float32)
-    device = factors[0].device
-    norms = []
-    for i, factor in enumerate(factors):
+    wide = [f if f.dtype == dtype else f.to(dtype) for f in factors]
+    squares = torch._foreach_mul(wide, wide) if _all_small(wide) else [None] * len(wide)
+    sums = []
+    for i, (factor, square) in enumerate(zip(wide, squares, strict=True)):
         others = _OTHERS[1 - i % 2][factor.ndim]
-        values = factor if factor.dtype == dtype else factor.to(dtype)
-        if i % 2 == 0 and factor.numel() > 65536:
+        if square is not None:
+            sums.append(square.sum(others))
+        elif i % 2 == 0:
             # over the first dimension, torch sums large tensors faster than it takes norms
-            norm = values.square().sum(others).sqrt()
+            sums.append(factor.square().sum(others))
         else:
-            norm = torch.linalg.vector_norm(values, dim=others)
-        norms.append(norm if norm.device == device else norm.to(device))
-    padded, _ = _places(tuple(map(len, norms)), device)
-    return torch.cat([*norms, norms[0].new_zeros(1)]).take(padded)
+            sums.append(torch.linalg.vector_norm(factor, dim=others).square())
+    device = factors[0].device
+    return [s if s.device == device else s.to(device) for s in sums]
 
 
-def _computed_places(ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return how to pad values of so many ranks, laid end to end, to a matrix, and how to undo it.
+def _all_small(factors: Sequence[Tensor]) -> bool:
+    """Say whether calls cost more than memory, so that one for all factors is worth a copy."""
+    return all(f.numel() <= 65536 and f.device == factors[0].device for f in factors)
 
-    Two gathers, because padding and slicing row by row would cost a small model more than the
-    penalty itself.
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where ranks are: laid end to end, factor by factor, or as (factors, largest rank).
+
+    Two gathers lead from one to the other, because padding and slicing row by row would cost a
+    small model more than the penalty itself.
     """
-    total, widest = sum(ranks), max(ranks)
-    starts = [sum(ranks[:i]) for i in range(len(ranks))]
-    padded = [
-        [start + b if b < rank else total for b in range(widest)]  # total: where the zero is
-        for start, rank in zip(starts, ranks, strict=True)
-    ]
-    flat = [i * widest + b for i, rank in enumerate(ranks) for b in range(rank)]
-    return (
-        torch.tensor(padded, dtype=torch.int64, device=device),
-        torch.tensor(flat, dtype=torch.int64, device=device),
-    )
+
+    ranks: tuple[int, ...]
+    padded: Tensor
+    """(factors · largest rank) in place of the matrix: which rank stands there, the last of a
+    factor first, so that tails are cumulative sums. Behind the end is a zero."""
+    cells: Tensor
+    """For each rank, where in the matrix that counts from the first it stands."""
+
+    @classmethod
+    def of(cls, ranks: tuple[int, ...], device: torch.device) -> _Layout:
+        starts, widest, total = [sum(ranks[:i]) for i in range(len(ranks))], max(ranks), sum(ranks)
+        padded = [
+            start + b if b < rank else total
+            for start, rank in zip(starts, ranks, strict=True)
+            for b in reversed(range(widest))
+        ]
+        cells = [i * widest + b for i, rank in enumerate(ranks) for b in range(rank)]
+        return cls(
+            ranks,
+            torch.tensor(padded, dtype=torch.int64, device=device),
+            torch.tensor(cells, dtype=torch.int64, device=device),
+        )
+
+    def reversed_rows(self, values: Sequence[Tensor]) -> Tensor:
+        """Lay the values of all ranks out as (factors, largest rank), the last rank first."""
+        flat = torch.cat([*values, values[0].new_zeros(1)])
+        return flat.index_select(0, self.padded).view(len(self.ranks), -1)
+
+    def flat(self, matrix: Tensor) -> Tensor:
+        """Take the values of all ranks from (factors, largest rank), the first rank first."""
+        return matrix.reshape(-1).index_select(0, self.cells)
 
 
-_remembered_places = functools.lru_cache(maxsize=64)(_computed_places)
+_remembered_layout = functools.lru_cache(maxsize=64)(_Layout.of)
 
 
-def _places(ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Look the places up, except in a graph that is being compiled, which keeps them itself."""
+def _layout(factors: Sequence[Tensor]) -> _Layout:
+    """Look the layout up, except in a graph that is being compiled, which keeps it itself."""
+    ranks = tuple(f.shape[1 - i % 2] for i, f in enumerate(factors))  # u, v, u, v, …
     compiling = torch.compiler.is_compiling()
-    return (_computed_places if compiling else _remembered_places)(ranks, device)
+    return (_Layout.of if compiling else _remembered_layout)(ranks, factors[0].device)
 
 
-def tail_norms(factors: Sequence[Tensor]) -> Tensor:
-    """Return ‖F_b:‖ for every rank b of every factor, laid out like `rank_norms`."""
-    squares = rank_norms(factors).square()
-    return squares.flip(1).cumsum(1).flip(1).sqrt()
+def _reversed_tails(factors: Sequence[Tensor]) -> Tensor:
+    """Return ‖F_b:‖ for every rank b of every factor as (factors, largest rank), last rank first.
+
+    Where a factor has fewer ranks, zeros come first.
+    """
+    return _layout(factors).reversed_rows(_rank_squares(factors)).cumsum(1).sqrt_()
 
 
 def _scaled(factors: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
     """Multiply the ranks of all factors by (factors, largest rank) scales."""
-    ranks = tuple(f.shape[1 - i % 2] for i, f in enumerate(factors))  # u, v, u, v, …
-    _, flat = _places(ranks, scales.device)
+    layout = _layout(factors)
     multipliers = []
     for i, (factor, scale) in enumerate(
-        zip(factors, torch.split(scales.take(flat), list(ranks)), strict=True)
+        zip(factors, torch.split(layout.flat(scales), list(layout.ranks)), strict=True)
     ):
         behind = factor.ndim - 2 + i % 2  # dimensions behind the ranks
         multiplier = scale.view(-1, *[1] * behind) if behind else scale
@@ -105,7 +135,7 @@ def _factors(layers: Iterable[LowRank]) -> list[Tensor]:
 class _GroupLasso(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: float, *factors: Tensor) -> Tensor:
-        tails = tail_norms(factors)
+        tails = _reversed_tails(factors)
         ctx.weight = weight
         ctx.save_for_backward(tails, *factors)
         return tails.sum().mul_(weight)
@@ -114,16 +144,19 @@ class _GroupLasso(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tails, *factors = ctx.saved_tensors
-        # Rank j is in the groups b ≤ j, and d‖F_b:‖/dF_j = F_j/‖F_b:‖; a zero tail counts as zero.
-        scales = (
-            tails.reciprocal()
-            .nan_to_num_(nan=math.nan, posinf=0.0)
-            .cumsum(1)
-            .mul_(ctx.weight * grad)
-        )
+        scales = _gradient_scales(tails).mul_(ctx.weight * grad)
         needed = ctx.needs_input_grad[1:]
         gradients = _scaled(factors, scales)
         return None, *(g if need else None for g, need in zip(gradients, needed, strict=True))
+
+
+def _gradient_scales(reversed_tails: Tensor) -> Tensor:
+    """Return what each rank is multiplied with in the gradient, the first rank first.
+
+    Rank j is in the groups b ≤ j, and d‖F_b:‖/dF_j = F_j/‖F_b:‖; a zero tail counts as zero.
+    """
+    inverse = reversed_tails.reciprocal().nan_to_num_(nan=math.nan, posinf=0.0)
+    return inverse.flip(1).cumsum(1)
 
 
 _FEW = 16384  # scalars: factors with no more than this in all are packed into one vector
@@ -138,12 +171,11 @@ class _PackedGroupLasso(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: float, *factors: Tensor) -> Tensor:
         shapes = tuple(f.shape for f in factors)
-        rows, owners, cells, _ = _packing(shapes, factors[0].device)
+        layout, owners = _layout(factors), _owners(shapes, factors[0].device)
         vector = torch.cat([f.reshape(-1) for f in factors])
-        squares = vector.new_zeros(len(cells) + 1).scatter_add_(0, owners, vector * vector)
-        by_row = squares.index_select(0, rows.view(-1)).view(rows.shape)
-        tails = by_row.cumsum(1).sqrt_()
-        ctx.weight, ctx.shapes = weight, shapes
+        squares = vector.new_zeros(len(layout.cells)).scatter_add_(0, owners, vector * vector)
+        tails = layout.reversed_rows([squares]).cumsum(1).sqrt_()
+        ctx.weight, ctx.shapes, ctx.layout = weight, shapes, layout
         ctx.save_for_backward(tails, vector)
         return tails.sum().mul_(weight)
 
@@ -151,9 +183,9 @@ class _PackedGroupLasso(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tails, vector = ctx.saved_tensors
-        _, owners, cells, sizes = _packing(ctx.shapes, vector.device)
-        scales = tails.reciprocal().nan_to_num_(nan=math.nan, posinf=0.0).flip(1).cumsum(1)
-        by_rank = scales.view(-1).index_select(0, cells).mul_(ctx.weight * grad)
+        owners = _owners(ctx.shapes, vector.device)
+        by_rank = ctx.layout.flat(_gradient_scales(tails)).mul_(ctx.weight * grad)
+        sizes = [shape.numel() for shape in ctx.shapes]
         gradients = torch.split(by_rank.index_select(0, owners).mul_(vector), sizes)
         return None, *(
             gradient.view(shape) if need else None
@@ -164,34 +196,16 @@ class _PackedGroupLasso(torch.autograd.Function):
 
 
 @functools.lru_cache(maxsize=64)
-def _packing(
-    shapes: tuple[torch.Size, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Return where things are when factors u, v, u, v, … of these shapes are packed.
-
-    `rows`: which rank comes where in (factors, largest rank), the last first, after zeros;
-    `owners`: the rank of each scalar; `cells`: the place of each rank in (factors, largest rank);
-    and how many scalars each factor has.
-    """
-    ranks = [shape[1 - i % 2] for i, shape in enumerate(shapes)]
-    starts, widest, total = [sum(ranks[:i]) for i in range(len(ranks))], max(ranks), sum(ranks)
-    rows = [
-        start + b if b < rank else total
-        for start, rank in zip(starts, ranks, strict=True)
-        for b in reversed(range(widest))
-    ]
-    owners = []
+def _owners(shapes: tuple[torch.Size, ...], device: torch.device) -> Tensor:
+    """Return for each scalar of factors u, v, u, v, … laid end to end the rank it belongs to."""
+    owners, start = [], 0
     for i, shape in enumerate(shapes):
+        rank = shape[1 - i % 2]
         along = [1] * len(shape)
-        along[1 - i % 2] = ranks[i]
-        owners.append((torch.arange(ranks[i]) + starts[i]).view(along).expand(shape).reshape(-1))
-    cells = [i * widest + b for i, rank in enumerate(ranks) for b in range(rank)]
-    return (
-        torch.tensor(rows, dtype=torch.int64, device=device).view(len(ranks), widest),
-        torch.cat(owners).to(device),
-        torch.tensor(cells, dtype=torch.int64, device=device),
-        [shape.numel() for shape in shapes],
-    )
+        along[1 - i % 2] = rank
+        owners.append((torch.arange(rank) + start).view(along).expand(shape).reshape(-1))
+        start += rank
+    return torch.cat(owners).to(device)
 
 
 def _pack_well(factors: Sequence[Tensor]) -> bool:
@@ -225,7 +239,7 @@ def weighted_group_lasso(layers: Iterable[LowRank], weight: float) -> Tensor:
 def importance(model: nn.Module) -> dict[str, Tensor]:
     """Return ‖U_b:‖·‖V_b:‖ for b = 1 … rank of each layer: what `shrink` compares."""
     layers = require_low_rank(model)
-    tails = tail_norms(_factors(layers.values()))
+    tails = _reversed_tails(_factors(layers.values())).flip(1)
     return {
         name: tails[2 * i, : layer.rank] * tails[2 * i + 1, : layer.rank]
         for i, (name, layer) in enumerate(layers.items())
@@ -247,7 +261,7 @@ def prox_layers_(steps: Mapping[LowRank, tuple[float, float]]) -> None:
     """Apply the proximal map with a step per factor (u, v), in place; frozen factors are kept."""
     factors = _factors(steps)
     factor_steps = [step for pair in steps.values() for step in pair]
-    norms_matrix = rank_norms(factors)
+    norms_matrix = _layout(factors).reversed_rows(_rank_squares(factors)).flip(1).sqrt_()
     all_norms = norms_matrix.tolist()
     scales = [
         _prox_scales(norms, step) if step > 0.0 and factor.requires_grad else [1.0] * len(norms)

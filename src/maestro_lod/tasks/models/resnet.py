@@ -98,7 +98,7 @@ def resnet18(classes: int = 10, width: int = 64, stride: int = 1) -> ResNet:
 
 
 def resnet18_small(classes: int = 10) -> ResNet:
-    """ResNet-18 that trains on a CPU, width 16, stem stride 2: 701,466 parameters and 8,762,624 MACs."""
+    """ResNet-18 for a CPU, width 16, stem stride 2: 701,466 parameters and 8,762,624 MACs."""
     return resnet18(classes, width=16, stride=2)
 
 
