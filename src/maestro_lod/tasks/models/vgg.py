@@ -11,19 +11,21 @@ class VGG19(nn.Module):
     """20,035,018 parameters and 398,136,320 MACs; four max-pools and an average pool.
 
     `width` is that of the first stage; the others have 2, 4, 8 and 8 times as many channels.
+    `stride` is that of the first convolution.
     """
 
-    def __init__(self, classes: int = 10, width: int = 64) -> None:
+    def __init__(self, classes: int = 10, width: int = 64, stride: int = 1) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         into = 3
         for i, multiples in enumerate(_STAGES):
             for multiple in multiples:
                 out = width * multiple
-                conv = nn.Conv2d(into, out, 3, padding=1, bias=False)
+                conv = nn.Conv2d(into, out, 3, 1 if layers else stride, padding=1, bias=False)
                 layers += [conv, nn.BatchNorm2d(out), nn.ReLU()]
                 into = out
-            layers.append(nn.AvgPool2d(2) if i == len(_STAGES) - 1 else nn.MaxPool2d(2))
+            last = i == len(_STAGES) - 1
+            layers.append(nn.AdaptiveAvgPool2d(1) if last else nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(into, classes)
         for module in self.modules():
@@ -36,5 +38,5 @@ class VGG19(nn.Module):
 
 
 def vgg19_small(classes: int = 10) -> VGG19:
-    """VGG-19 that trains on two CPU cores, width 16: 1,255,546 parameters and 25,216,256 MACs."""
-    return VGG19(classes, width=16)
+    """VGG-19 for a CPU, width 16, first stride 2: 1,255,546 parameters and 6,305,024 MACs."""
+    return VGG19(classes, width=16, stride=2)

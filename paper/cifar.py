@@ -1,0 +1,87 @@
+"""Tables 11 and 12, scaled down: smaller ResNet-18 and VGG-19 on CIFAR-10, dense and five λ."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from paper.published import RESNET, VGG
+from paper.scale import Scale, row
+
+TITLE = "Tables 11 and 12, scaled down: ResNet-18 and VGG-19 on CIFAR-10 for different λ"
+LAMBDAS = ("2e-4", "4e-4", "8e-4", "16e-4", "32e-4")
+MODELS = {"resnet18-small-cifar10": RESNET, "vgg19-small-cifar10": VGG}
+
+
+def measure(scale: Scale) -> dict[str, Any]:
+    return {
+        recipe: {
+            "dense": row(scale.trained(recipe, method="dense", seed=0)),
+            **{name: row(scale.trained(recipe, penalty=name, seed=0)) for name in LAMBDAS},
+        }
+        for recipe in MODELS
+    }
+
+
+def figures(result: dict[str, Any]) -> dict[str, str]:
+    return {}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        "The models have a quarter of the paper's width and work at half the resolution; they "
+        "train for few epochs, so λ is larger: what counts is λ times the steps. The paper's rows "
+        "beside ours are those of the nearest size.",
+        "",
+    ]
+    for recipe, rows in result.items():
+        epochs = rows["dense"]["epochs"]
+        lines += [
+            f"`{recipe}`, {epochs} epochs, one seed:",
+            "",
+            "| λ | accuracy % | MACs | params | training MACs, params "
+            "| paper, λ | accuracy % | MACs | params | training MACs, params |",
+            "|---" * 10 + "|",
+        ]
+        for name, mine in rows.items():
+            other, theirs = _nearest(name, mine["relative_params"], MODELS[recipe])
+            lines.append(
+                f"| {name} | {100 * mine['accuracy']:.2f} | {mine['relative_macs']:.2f}× "
+                f"| {mine['relative_params']:.2f}× | {mine['training_macs']:.2f}×, "
+                f"{mine['training_params']:.2f}× | {other} | {theirs[0]:.2f} | {theirs[1]:.2f}× "
+                f"| {theirs[2]:.2f}× | {theirs[3]:.2f}×, {theirs[4]:.2f}× |"
+            )
+        lines += ["", _judgement(rows), ""]
+    return "\n".join(lines)
+
+
+Published = dict[str, tuple[float, float, float, float, float]]
+
+
+def _nearest(
+    name: str, params: float, table: Published
+) -> tuple[str, tuple[float, float, float, float, float]]:
+    if name == "dense":
+        return name, table[name]
+    low_rank = {key: value for key, value in table.items() if key != "dense"}
+    other = min(low_rank, key=lambda key: abs(low_rank[key][2] - params))
+    return other, low_rank[other]
+
+
+def _judgement(rows: dict[str, Any]) -> str:
+    trained = [rows[name] for name in LAMBDAS]
+    smaller = all(b["params"] <= a["params"] for a, b in pairwise(trained))
+    order = [100 * r["accuracy"] for r in trained]
+    rises = sum(b > a for a, b in pairwise(order))
+    kept = [r for r in trained if r["accuracy"] >= rows["dense"]["accuracy"]]
+    smallest = min((r["relative_params"] for r in kept), default=None)
+    against = (
+        "No size reaches the dense model's accuracy."
+        if smallest is None
+        else f"The smallest model that is at least as accurate as dense has {smallest:.2f}× its "
+        "params."
+    )
+    return (
+        f"A larger λ gives {'always' if smaller else 'not always'} a smaller model, and a more "
+        f"accurate one in {rises} of {len(order) - 1} steps. {against}"
+    )
