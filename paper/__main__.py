@@ -22,7 +22,17 @@ from maestro_lod.memory import keep_freed_memory
 from paper.record import RESULTS, ROOT, read, write
 from paper.scale import Scale
 
-ITEMS = ("toy", "table10", "dynamics", "sizes", "ablation", "counts", "budgets")
+ITEMS = (
+    "toy",
+    "table10",
+    "dynamics",
+    "sizes",
+    "ablation",
+    "counts",
+    "cifar",
+    "multi30k",
+    "budgets",
+)
 """In the order of the README."""
 
 

@@ -26,6 +26,10 @@ class Scale:
     def seeds(self) -> tuple[int, ...]:
         return (0,) if self.smoke else (0, 1, 2)
 
+    def some(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return these names of variants, or the first one of them in a smoke test."""
+        return names[:1] if self.smoke else names
+
     def trained(self, recipe: str, **changes: Setting) -> Run:
         """Return a finished run of a recipe: one that lies there, or one trained now.
 
