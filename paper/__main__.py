@@ -23,16 +23,8 @@ from paper.record import RESULTS, ROOT, read, write
 from paper.scale import Scale
 
 ITEMS = (
-    "toy",
-    "table10",
-    "dynamics",
-    "sizes",
-    "ablation",
-    "counts",
-    "cifar",
-    "multi30k",
-    "budgets",
-)
+    "toy", "table10", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k", "budgets",
+)  # fmt: skip
 """In the order of the README."""
 
 
