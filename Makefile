@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench paper clean
+ITEM ?=
 
 help:  ## show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -29,6 +30,9 @@ bench: $(VENV)/.installed  ## measure training steps and single layers against d
 	$(BIN)/python benchmarks/layers.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/readme.py
+
+paper: $(VENV)/.installed  ## the paper's tables and figures: make paper ITEM=toy (all of them take hours)
+	$(BIN)/python -m paper $(ITEM)
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -23,9 +23,14 @@ from paper.record import RESULTS, ROOT, read, write
 from paper.scale import Scale
 
 ITEMS = (
-    "toy", "table10", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k", "budgets",
+    "toy", "table10", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k",
+    "budgets", "sampling",
 )  # fmt: skip
 """In the order of the README."""
+
+
+START, END = "<!-- python -m paper readme -->\n", "<!-- end of it -->"
+"""Where the project's README has its summary."""
 
 
 def item(name: str) -> ModuleType:
@@ -56,6 +61,20 @@ def readme(results: Path = RESULTS) -> str:
         parts += [f"![{figure}](results/{figure}.svg)" for figure in figures]
         parts.append(f"<sub>commit {record['commit']}, {record['seconds'] / 60:.1f} minutes</sub>")
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def summary(results: Path = RESULTS) -> str:
+    """Return what the project's README says of the results."""
+    record = read("table10", results)
+    return "" if record is None else f"{item('table10').markdown(record['result'])}\n"
+
+
+def write_readmes(results: Path) -> None:
+    """Write both READMEs from the results."""
+    (ROOT / "README.md").write_text(readme(results))
+    main_readme = ROOT.parent / "README.md"
+    head, rest = main_readme.read_text().split(START)
+    main_readme.write_text(head + START + summary(results) + END + rest.split(END, 1)[1])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -89,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
         except MaestroError as error:
             sys.exit(f"{name}: {error}")
     if not options.smoke:
-        (ROOT / "README.md").write_text(readme(results))
+        write_readmes(results)
 
 
 if __name__ == "__main__":

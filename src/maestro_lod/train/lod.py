@@ -59,7 +59,8 @@ class LoD:
 
     `budget={"params": 0.2}` (or "macs"; a share of dense or a count) steers λ instead, in proximal
     mode and whatever the threshold, until the deployed model is within the budget and close to it;
-    from then on there is no penalty, the ranks stay and the weights heal. "steps" in it says after
+    from then on there is no penalty, the ranks stay, and the weights heal: every other step trains
+    the whole model. "steps" in it says after
     how many optimizer steps the model fits. Without it `fit` plans half of its run; in a loop of
     your own the first epoch is trained without pressure, and the model fits eight epochs later.
 
@@ -122,7 +123,7 @@ class LoD:
             self.expect(steps)
         self.epoch = 0
         self._layers = require_low_rank(self.model)
-        self._steps = self._forwards = 0  # in this epoch
+        self._steps = self._forwards = self._whole = 0  # in this epoch
         self._last_sampled: LowRank | None = None
         self._call: Call | None = None
         self._in_step = False
@@ -171,6 +172,9 @@ class LoD:
                 "LoD(…, steps=epochs * len(loader)), or train with fit()."
             )
         drawn = self.sampler.sample()
+        if self._healing and self._steps % 2:
+            drawn = {name: self._layers[name].rank for name in drawn}
+            self._whole += 1
         layers = {self._layers[name]: rank for name, rank in drawn.items()}
         for layer in layers:
             layer.__dict__["positions"] = None  # past nn.Module's slow setattr
@@ -183,6 +187,11 @@ class LoD:
         self._steps += 1
         self._forwards += any(layer.positions is not None for layer in layers)
         self._last_sampled = next(iter(layers))
+
+    @property
+    def _healing(self) -> bool:
+        """Whether the model fits its budget: every other step then trains it whole."""
+        return self.budget is not None and self.budget.phase in ("holding", "landed")
 
     def penalty_loss(self) -> Tensor:
         """Return λ times the group lasso, to be added to the loss; zero in proximal mode."""
@@ -250,7 +259,14 @@ class LoD:
         self._measure_from_first_batch()
         if self.budget is not None:
             keep = self.budget.end_epoch(self.model)
-        chances = self.sampler.chances()
+        whole = self._whole / self._steps
+        chances = {
+            name: [
+                (1 - whole) * chance + whole * (b == len(of_ranks))
+                for b, chance in enumerate(of_ranks, 1)
+            ]
+            for name, of_ranks in self.sampler.chances().items()
+        }
         cost = self.ledger.epoch_cost(self.model, chances, full_pass=self.full_pass)
         lost = cut(self.model, keep, self.optimizer, self.ema) if self.shrink else {}
         self.ledger.epochs.append(cost)
@@ -259,7 +275,7 @@ class LoD:
             self.epoch, sum(cost.ranks.values()), cost.params, lost or "none",
         )  # fmt: skip
         self.epoch += 1
-        self._steps = self._forwards = 0
+        self._steps = self._forwards = self._whole = 0
         self._warn_of_floor(lost)
         return lost
 
@@ -353,6 +369,7 @@ class LoD:
             "ranks": {name: layer.rank for name, layer in self._layers.items()},
             "steps": self._steps,
             "forwards": self._forwards,
+            "whole": self._whole,
             "sampler": self.sampler.state_dict(),
             "ledger": self.ledger.state_dict(),
             "budget": None if self.budget is None else self.budget.state_dict(),
@@ -379,6 +396,7 @@ class LoD:
             self.budget.load_state_dict(state["budget"])
         self.epoch, self.penalty = int(state["epoch"]), float(state["penalty"])
         self._steps, self._forwards = int(state["steps"]), int(state["forwards"])
+        self._whole = int(state.get("whole", 0))
 
 
 class _NoteCall:

@@ -1,0 +1,106 @@
+"""Beyond the paper: cutting several layers in a step, beside one at a time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from maestro_lod.layers.ranks import at_ranks
+from maestro_lod.tasks.deployment import Trained, search
+from maestro_lod.tasks.run import Run
+from paper.scale import Scale, row
+
+TITLE = "Beyond the paper: layers cut together while training"
+MODELS = {"lenet-mnist": ("64e-5", "128e-5"), "resnet18-small-cifar10": ("8e-4",)}
+"""Recipe -> λ beside 0."""
+STRATEGIES: dict[str, dict[str, Any]] = {"pairs": {}, "several": {"sampling": "several"}}
+SHARES = (0.5, 1 / 3, 0.25, 0.2, 0.15)
+
+
+def measure(scale: Scale) -> dict[str, Any]:
+    return {
+        recipe: {
+            strategy: {
+                "sizes": _sizes(scale.trained(recipe, penalty=0, **change, seed=0)),
+                "penalties": {
+                    name: _course(scale.trained(recipe, penalty=name, **change, seed=0))
+                    for name in penalties
+                },
+            }
+            for strategy, change in STRATEGIES.items()
+        }
+        for recipe, penalties in MODELS.items()
+    }
+
+
+def _sizes(run: Run) -> dict[str, Any]:
+    """Return what a model trained without penalty reaches whole and at shares of its params."""
+    trained = Trained.of(run)
+    found = search(trained, cost="params", until=SHARES[-1])
+    reached = {"1.00": trained.test()["accuracy"]}
+    for share in SHARES:
+        within = [point for point in found if point.params <= share * found.dense.params]
+        if within:
+            best = min(within, key=lambda point: point.loss)
+            with at_ranks(trained.model, best.ranks):
+                reached[f"{share:.2f}"] = trained.tested(trained.model)["accuracy"]
+    return {"accuracy": reached, "training_macs": row(run)["training_macs"]}
+
+
+def _course(run: Run) -> dict[str, Any]:
+    """Return how a training with a penalty went: params after each epoch, and its end."""
+    lines = (run.directory / "metrics.jsonl").read_text().splitlines()
+    return {**row(run), "course": [json.loads(line)["params"] for line in lines]}
+
+
+def figures(result: dict[str, Any]) -> dict[str, str]:
+    return {}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        '`sampling="pairs"` is the paper\'s: each step cuts one layer. `"several"` draws one to as '
+        "many pairs as there are layers, so that what is trained is what is deployed: layers cut "
+        "together.",
+        "",
+    ]
+    for recipe, strategies in result.items():
+        one, many = strategies["pairs"], strategies["several"]
+        lines += [
+            f"`{recipe}`, λ = 0, test accuracy in % at a share of the params, no training after:",
+            "",
+            "| sampling | " + " | ".join(f"{s}×" for s in one["sizes"]["accuracy"])
+            + " | training MACs |",
+            "|---" * (len(one["sizes"]["accuracy"]) + 2) + "|",
+            *(
+                f"| {strategy} | "
+                + " | ".join(f"{100 * a:.2f}" for a in of["sizes"]["accuracy"].values())
+                + f" | {of['sizes']['training_macs']:.2f}× |"
+                for strategy, of in strategies.items()
+            ),
+            "",
+            "| λ | sampling | params | accuracy % | training MACs | epochs to the same params |",
+            "|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        for name, usual in one["penalties"].items():
+            for strategy, end in (("pairs", usual), ("several", many["penalties"][name])):
+                epochs = _epochs_to(usual["course"][-1], end["course"])
+                lines.append(
+                    f"| {name} | {strategy} | {end['params']:,} | {100 * end['accuracy']:.2f} "
+                    f"| {end['training_macs']:.2f}× | {epochs or 'never'} |"
+                )
+        better = sum(
+            many["sizes"]["accuracy"][share] > one["sizes"]["accuracy"][share]
+            for share in one["sizes"]["accuracy"]
+        )
+        lines += [
+            "",
+            f"Without a penalty `several` is better at {better} of "
+            f"{len(one['sizes']['accuracy'])} sizes.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _epochs_to(params: int, course: list[int]) -> int | None:
+    return next((epoch for epoch, size in enumerate(course, 1) if size <= params), None)
