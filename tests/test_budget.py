@@ -223,3 +223,21 @@ def test_costs_are_those_of_the_deployed_model() -> None:
     ranks = lod.ranks(copy.deepcopy(model))
     assert Costs.of(model, ledger, "params").deployed(ranks) == summary.fused_params
     assert Costs.of(model, ledger, "macs").deployed(ranks) == summary.fused_macs
+
+
+def test_once_landed_every_other_step_trains_the_whole_model() -> None:
+    model, train, _ = trained({"params": 0.3}, epochs=6, momentum=0.9)
+    ranks = lod.ranks(model)
+    seen = []
+    for x, _ in [next(iter(data())) for _ in range(40)]:
+        with train.step() as drawn:
+            model(x).sum().backward()
+        seen.append(drawn)
+    assert all(drawn[name] == ranks[name] for drawn in seen[1::2] for name in drawn)
+    assert any(drawn[name] < ranks[name] for drawn in seen[::2] for name in drawn)
+    train.end_epoch()
+    sampled = train.ledger.epoch_cost(model, train.sampler.chances()).macs
+    whole = train.ledger.epoch_cost(model, {}).macs
+    booked = train.ledger.epochs[-1].macs
+    assert sampled is not None and whole is not None
+    assert booked == pytest.approx((sampled + whole) / 2)
