@@ -24,7 +24,7 @@ from paper.scale import Scale
 
 ITEMS = (
     "toy", "table10", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k",
-    "times", "budgets", "sampling",
+    "times", "budgets", "pressure", "sampling",
 )  # fmt: skip
 """In the order of the README."""
 

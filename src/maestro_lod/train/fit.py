@@ -283,8 +283,13 @@ def _plan(lod: LoD, epochs: int, steps: int | None, schedule: Schedule | None) -
                 f"pressure={lod.pressure:g} needs to know how long training lasts, and the "
                 "training data has no length: LoD(…, steps=…)."
             )
-        total = epochs * steps
-        lod.expect(total if schedule is None else sum(map(schedule, range(total))))
+        lod.expect(total_steps(epochs, steps, schedule))
+
+
+def total_steps(epochs: int, steps: int, schedule: Schedule | None) -> float:
+    """Return the steps of a training, each counted as its share of the initial learning rate."""
+    total = epochs * steps
+    return total if schedule is None else sum(map(schedule, range(total)))
 
 
 def milestones(epochs: list[int], steps_per_epoch: int, factor: float = 0.1) -> Schedule:
