@@ -560,6 +560,33 @@ def test_proximal_mode_gives_exact_zeros_and_shrinks_at_threshold_zero(make):
     assert sum(RANKS.values()) - sum(ranks(model).values()) == exact_zeros
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        sgd,
+        lambda model: optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+        lambda model: optim.Adam(model.parameters(), lr=0.05),
+        lambda model: optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1),
+        lambda model: optim.RMSprop(model.parameters(), lr=0.01, momentum=0.9),
+    ],
+    ids=["SGD", "Nesterov", "Adam", "AdamW", "RMSprop"],
+)
+def test_ranks_that_the_proximal_step_made_zero_are_not_revived_by_momentum(make):
+    model = low_rank_model()
+    train = LoD(model, make(model), penalty=1e-6, proximal=True)
+    for i in range(3):
+        one_step(model, train, 0, i)
+    train.penalty = 1e4
+    train.optimizer.step()
+    assert all(bool((value == 0).all()) for value in importance(model).values())
+    train.penalty = 1e-6
+    for _ in range(3):  # with gradients of the last step at hand, which momentum would go on with
+        for layer in layers(model).values():
+            layer.u.grad, layer.v.grad = torch.zeros_like(layer.u), torch.zeros_like(layer.v)
+        train.optimizer.step()
+    assert all(bool((value == 0).all()) for value in importance(model).values())
+
+
 def test_the_proximal_step_is_the_learning_rate_of_each_group_times_lambda():
     model = low_rank_model()
     optimizer = optim.SGD(

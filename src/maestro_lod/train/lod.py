@@ -31,7 +31,7 @@ from maestro_lod.train.budget import Budget
 from maestro_lod.train.penalty import prox_layers_, weighted_group_lasso
 from maestro_lod.train.pressure import penalty_for
 from maestro_lod.train.sampling import RankSampler
-from maestro_lod.train.shrink import cut, ranks_above, require_optimizer
+from maestro_lod.train.shrink import clear_moments, cut, ranks_above, require_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -348,7 +348,7 @@ class LoD:
             pressed = {n: layer for n, layer in pressed.items() if n not in budget.spared}
         if self.penalty == 0.0 or not pressed:
             return
-        prox_layers_(
+        left = prox_layers_(
             {
                 layer: (
                     rates.get(id(layer.u), 0.0) * self.penalty,
@@ -357,6 +357,9 @@ class LoD:
                 for layer in pressed.values()
             }
         )
+        for layer, rank in left.items():
+            if rank < layer.rank:
+                clear_moments(layer, rank, self.optimizer)
 
     # -- resume --------------------------------------------------------------------------------
 

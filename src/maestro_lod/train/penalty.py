@@ -257,8 +257,11 @@ def prox_group_lasso_(model: nn.Module, step: float) -> None:
 
 
 @torch.no_grad()
-def prox_layers_(steps: Mapping[LowRank, tuple[float, float]]) -> None:
-    """Apply the proximal map with a step per factor (u, v), in place; frozen factors are kept."""
+def prox_layers_(steps: Mapping[LowRank, tuple[float, float]]) -> dict[LowRank, int]:
+    """Apply the proximal map with a step per factor (u, v), in place; frozen factors are kept.
+
+    Returns how many ranks each layer has left: all behind them are zero in both factors.
+    """
     factors = _factors(steps)
     factor_steps = [step for pair in steps.values() for step in pair]
     norms_matrix = _layout(factors).reversed_rows(_rank_squares(factors)).flip(1).sqrt_()
@@ -271,6 +274,8 @@ def prox_layers_(steps: Mapping[LowRank, tuple[float, float]]) -> None:
         factors, _scaled(factors, norms_matrix.new_tensor(scales)), strict=True
     ):
         factor.copy_(scaled)
+    left = [sum(map(bool, of_factor)) for of_factor in scales]  # zeros come last
+    return {layer: min(layer.rank, max(left[2 * i : 2 * i + 2])) for i, layer in enumerate(steps)}
 
 
 def _prox_scales(norms: list[float], step: float) -> list[float]:

@@ -102,6 +102,19 @@ def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+@torch.no_grad()
+def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
+    """Forget what the optimizer remembers of the ranks behind this one, in place.
+
+    For ranks that are zero in both factors: they get no gradient, so without momentum they stay
+    zero until they are cut.
+    """
+    for parameter, dim in ((layer.u, 1), (layer.v, 0)):
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                value.narrow(dim, rank, layer.rank - rank).zero_()
+
+
 def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
     averaged = low_rank_layers(ema.module)
     if {n: m.rank for n, m in averaged.items()} != {n: m.rank for n, m in layers.items()}:
