@@ -862,3 +862,14 @@ def test_hostile_names_do_nothing(opened, tmp_path):
     page.locator(".plot").first.focus()
     page.keyboard.press("ArrowRight")
     assert page.locator("#tooltip").is_visible()
+
+
+def test_a_budget_is_drawn_where_the_run_had_to_land(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", settings={"budget": {"params": 0.2, "macs": None}})
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [{**json.loads(line), "budget": 0.2, "phase": "landed"} for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert page.count(">budget</text>") == 1  # of params, not of MACs
+    other = write_report([write_run(tmp_path / "other")], tmp_path / "other.html").read_text()
+    assert ">budget</text>" not in other

@@ -141,7 +141,7 @@ def line_chart(
     show: Format,
     tick: Format = plain,
     note: str | None = None,
-    reference: tuple[str, float] | None = None,
+    references: Mapping[str, float] | None = None,
     from_zero: bool = False,
     frame: Frame = WIDE,
 ) -> Markup | None:
@@ -154,11 +154,11 @@ def line_chart(
     if not from_zero and min(values) > 0 and max(values) / min(values) > 30:
         y, note = log_axis(values, *frame.up), f"{note} · log scale" if note else "log scale"
     else:
-        ends = [*([0.0] if from_zero else []), *([reference[1]] if reference else [])]
+        ends = [*([0.0] if from_zero else []), *(references or {}).values()]
         y = linear_axis([*values, *ends], *frame.up)
     drawn = [_grid(frame, x, y, plain, tick, "epoch")]
-    if reference:
-        label, height = reference[0], y.at(reference[1])
+    for label, value in (references or {}).items():
+        height = y.at(value)
         drawn.append(tag("path", class_="reference", d=f"M{x.start} {height:.1f}H{x.end}"))
         drawn.append(tag("text", label, class_="end", x=x.end, y=height - 5))
     drawn += [_curve(line, x, y) for line in lines]

@@ -83,14 +83,13 @@ def _curve(runs: Sequence[Run], metric: str) -> Markup | None:
 def cost(runs: Sequence[Run]) -> Section | None:
     """Return size over training beside the dense model, and what training cost."""
     full = {sum(run.full_ranks.values()) for run in runs if run.finished and run.low_rank}
-    reference = ("full rank", full.pop()) if len(full) == 1 else None
     charts = [
         line_chart(
             "Total rank",
             _lines(runs, "total_rank"),
             show=plain,
             tick=quantity,
-            reference=reference,
+            references={"full rank": full.pop()} if len(full) == 1 else None,
             from_zero=True,
             frame=SMALL,
         )
@@ -101,7 +100,7 @@ def cost(runs: Sequence[Run]) -> Section | None:
                 f"{capital(name)} relative to dense",
                 _lines(runs, f"relative_{kind}"),
                 show=times,
-                reference=("dense", 1.0),
+                references={"dense": 1.0} | _budgets(runs, kind),
                 from_zero=True,
                 frame=SMALL,
             )
@@ -110,6 +109,16 @@ def cost(runs: Sequence[Run]) -> Section | None:
     if body is None:
         return None
     return Section("cost", "Cost beside dense", joined(body, _ledger(runs)))
+
+
+def _budgets(runs: Sequence[Run], kind: str) -> dict[str, float]:
+    """Return the budget that the runs had to land on, relative to dense, if it is one."""
+    shares = {
+        run.epochs[-1]["budget"]
+        for run in runs
+        if run.epochs and "budget" in run.epochs[-1] and (run.config.get("budget") or {}).get(kind)
+    }
+    return {"budget": shares.pop()} if len(shares) == 1 else {}
 
 
 def _ledger(runs: Sequence[Run]) -> Markup:
