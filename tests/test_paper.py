@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from paper.__main__ import END, ITEMS, START, item, main, readme, summary
 from paper.budgets import at_size
 from paper.record import RESULTS, read

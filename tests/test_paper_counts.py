@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+
+import maestro_lod as lod
+from maestro_lod.tasks.models import LeNet, transformer_small
 from paper import counts
 from paper.published import COUNTS, DISAGREEMENTS
 from paper.record import read
 from paper.scale import Scale
-
-import maestro_lod as lod
-from maestro_lod.tasks.models import LeNet, transformer_small
 
 KNOWN = {
     ("LeNet", "params"): 44_426,

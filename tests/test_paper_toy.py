@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+
 from paper import toy
 from paper.record import read
 from paper.scale import Scale
