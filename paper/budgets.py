@@ -88,7 +88,7 @@ def markdown(result: dict[str, Any]) -> str:
         lines += [
             f"`lod train {recipe} --set budget.params=…`:",
             "",
-            "| budget | used, by seed | accuracy % | sweep of λ at that size, % |",
+            "| budget | used, by seed | accuracy % | sweep of λ (one seed) at that size, % |",
             "|---|---|---|---|",
         ]
         within, gaps = True, []

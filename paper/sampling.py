@@ -90,7 +90,7 @@ def markdown(result: dict[str, Any]) -> str:
             lines += [
                 "With a penalty:",
                 "",
-                "| λ | sampling | params | accuracy % | training MACs | epochs to the same params |",
+                "| λ | sampling | params | accuracy % | training MACs | epochs to as few params |",
                 "|---|---|---|---|---|---|",
             ]
         for name, usual in one["penalties"].items():
