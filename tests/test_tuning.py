@@ -454,3 +454,14 @@ def test_a_kill_loses_nothing_but_the_epoch_it_was_in(
 
 if __name__ == "__main__":
     main()
+
+
+def test_the_search_starts_where_useless_ranks_still_reach_the_threshold(tmp_path):
+    # LeNet's largest rank is 120: the floor is (0.3 · 120 · lr · λ)²
+    for lr, started in ((0.02, 8e-3), (0.2, 1e-3)):
+        recipe = load_recipe("digits", ["penalty=1e-3", f"optimizer.lr={lr}", "threshold=1e-4"])
+        high, low = Tuning(recipe, tmp_path)._penalties(None, None)
+        assert high == pytest.approx(started)
+        assert low == pytest.approx(high / 1024)
+    recipe = load_recipe("digits", ["penalty=1e-3", "optimizer.lr=0.2", "proximal=true"])
+    assert Tuning(recipe, tmp_path)._penalties(None, None)[0] == pytest.approx(8e-3)

@@ -149,7 +149,7 @@ def tune(
         ),
     ] = None,
     largest: Annotated[
-        float | None, typer.Option(help="Largest λ. [dim]\\[default: 8 × the recipe's][/dim]")
+        float | None, typer.Option(help="Largest λ. [dim]\\[default: up to 8 × the recipe's][/dim]")
     ] = None,
     smallest: Annotated[
         float | None, typer.Option(help="Smallest λ. [dim]\\[default: largest / 1024][/dim]")

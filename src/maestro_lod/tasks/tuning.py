@@ -11,12 +11,14 @@ from typing import Any
 
 from maestro_lod.cost import Ledger
 from maestro_lod.errors import OptionError, TrainingError
+from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.tasks.data import Data
 from maestro_lod.tasks.recipe import Recipe, dumped
 from maestro_lod.tasks.run import Interrupted, Run, Watcher
 from maestro_lod.tasks.setup import Setup, data_of, model_of
 from maestro_lod.train.budget import Costs
 from maestro_lod.train.fit import Progress
+from maestro_lod.train.lod import reachable_importance
 from maestro_lod.train.trials import Enough, Reached, Report, Storage, Trial
 from maestro_lod.train.tune import Front, Tuned, explore, tune
 
@@ -100,8 +102,24 @@ class Tuning:
     def _penalties(self, largest: float | None, smallest: float | None) -> tuple[float, float]:
         if largest is None and self.recipe.penalty == 0.0:
             raise OptionError("the recipe has penalty=0, no λ to start from: give the largest.")
-        high = _ABOVE * self.recipe.penalty if largest is None else largest
+        high = self._largest() if largest is None else largest
         return high, high / 2**_HALVINGS if smallest is None else smallest
+
+    def _largest(self) -> float:
+        """Return some times the recipe's λ, less where useless ranks would not reach the threshold.
+
+        There a model stays large whatever its λ, which the search would take for too small a λ.
+        """
+        setup, high = Setup.of(self.recipe), _ABOVE * self.recipe.penalty
+        layers = low_rank_layers(setup.model).values()
+        while not self.recipe.proximal and any(
+            (reachable_importance(layer, setup.optimizer, high) or 0.0) > self.recipe.threshold
+            for layer in layers
+        ):
+            if high <= self.recipe.penalty:
+                break  # the optimizer's floor does not depend on λ, or the recipe is at it
+            high /= 2
+        return high
 
     def _data(self) -> Data:
         data = data_of(self.recipe)
