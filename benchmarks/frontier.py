@@ -2,7 +2,7 @@
 
     lod train resnet18-small-cifar10 --set penalty=0 --out runs/ordered
     lod train resnet18-small-cifar10 --set method=dense --out runs/dense
-    python benchmarks/frontier.py runs/ordered runs/dense
+    python benchmarks/frontier.py runs/ordered [runs/dense]
 
 The naive search is the paper's: before each cut it evaluates every candidate with a whole forward.
 Layer evaluations are forwards of single low-rank layers that really ran. The dense model is
@@ -166,14 +166,14 @@ def report(kind: str, found: dict[str, Frontier], costs: dict[str, dict[str, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ordered", type=Path, help="a run without penalty")
-    parser.add_argument("dense", type=Path, help="a dense run of the same recipe")
+    parser.add_argument("dense", type=Path, nargs="?", help="a dense run of the same recipe")
     options = parser.parse_args()
     torch.set_num_threads(1)
     answer: dict[str, Any] = {"samples of the search": SAMPLES, "test samples": TEST}
-    for kind, directory in (
-        ("low-rank training", options.ordered),
-        ("SVD of dense", options.dense),
-    ):
+    runs = {"low-rank training": options.ordered, "SVD of dense": options.dense}
+    for kind, directory in runs.items():
+        if directory is None:
+            continue
         trained = Trained.of(Run.open(directory))
         model, low_rank = trained.model, kind == "low-rank training"
         x, y = tensors(trained.data.train, SAMPLES)
