@@ -12,42 +12,40 @@ from maestro_lod.deploy.plot import svg
 from paper.scale import Scale, row
 
 TITLE = "Beyond the paper: a budget instead of λ"
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {
     "lenet-mnist": {
-        "budgets": (0.1, 0.2, 0.4),
-        "penalties": ("8e-5", "16e-5", "32e-5", "64e-5", "128e-5", "256e-5", "512e-5"),
-        "seeds": (0, 1, 2),
+        "budgets": {"0.1": (0, 1, 2), "0.2": (0, 1, 2), "0.4": (0, 1, 2)},
+        "penalties": {
+            "8e-5": (0,), "16e-5": (0,), "32e-5": (0,), "64e-5": (0,), "128e-5": (0,),
+            "256e-5": (0,), "512e-5": (0,),
+        },
     },
     "resnet18-small-cifar10": {
-        "budgets": (0.1, 0.3),
-        "penalties": ("2e-4", "4e-4", "8e-4", "32e-4"),
-        "seeds": (0,),
+        "budgets": {"0.1": (0,), "0.3": (0, 1)},
+        "penalties": {"2e-4": (0,), "4e-4": (0, 1), "8e-4": (0,), "32e-4": (0,)},
     },
     "paper/nn-transformer.yaml": {
-        "budgets": (0.1, 0.3),
-        "penalties": ("0.1", "0.2", "0.4", "0.8"),
-        "seeds": (0,),
+        "budgets": {"0.1": (0,), "0.3": (0,)},
+        "penalties": {"0.1": (0,), "0.2": (0,), "0.4": (0,), "0.8": (0,)},
     },
-}
+}  # fmt: skip
+"""Recipe -> budget or λ -> seeds."""
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    result = {}
-    for recipe, asked in SETTINGS.items():
-        seeds = scale.seeds[: len(asked["seeds"])]
-        result[recipe] = {
+    return {
+        recipe: {
             "sweep": {
-                penalty: [row(scale.trained(recipe, penalty=penalty, seed=0))]
-                for penalty in asked["penalties"]
+                penalty: [row(scale.trained(recipe, penalty=penalty, seed=s)) for s in seeds]
+                for penalty, seeds in asked["penalties"].items()
             },
             "budgets": {
-                str(budget): [
-                    row(scale.trained(recipe, budget__params=budget, seed=s)) for s in seeds
-                ]
-                for budget in asked["budgets"]
+                budget: [row(scale.trained(recipe, budget__params=budget, seed=s)) for s in seeds]
+                for budget, seeds in asked["budgets"].items()
             },
         }
-    return result
+        for recipe, asked in SETTINGS.items()
+    }
 
 
 Point = tuple[float, float]
@@ -88,7 +86,7 @@ def markdown(result: dict[str, Any]) -> str:
         lines += [
             f"`lod train {recipe} --set budget.params=…`:",
             "",
-            "| budget | used, by seed | accuracy % | sweep of λ (one seed) at that size, % |",
+            "| budget | used, by seed | accuracy % | sweep of λ at that size, % |",
             "|---|---|---|---|",
         ]
         within, gaps = True, []
