@@ -64,9 +64,13 @@ def readme(results: Path = RESULTS) -> str:
 
 
 def summary(results: Path = RESULTS) -> str:
-    """Return what the project's README says of the results."""
-    record = read("table10", results)
-    return "" if record is None else f"{item('table10').markdown(record['result'])}\n"
+    """Return what the project's README says: which items are measured, and Table 10 if it is."""
+    lines = ["| item | measured |", "|---|---|"]
+    for name in ITEMS:
+        lines.append(f"| {item(name).TITLE} | {'yes' if read(name, results) else 'not yet'} |")
+    if record := read("table10", results):
+        lines += ["", item("table10").markdown(record["result"])]
+    return "\n".join(lines) + "\n"
 
 
 def write_readmes(results: Path) -> None:

@@ -29,7 +29,8 @@ def measure(scale: Scale) -> dict[str, Any]:
 def _penalty_of_one(run: Run) -> float:
     """Return the λ that has a pressure of one in a run."""
     setup, recipe = Setup.of(run.recipe), run.recipe
-    steps = total_steps(recipe.epochs, len(setup.data.train) // recipe.accumulate, setup.schedule)
+    per_epoch = -(-len(setup.data.train) // recipe.accumulate)
+    steps = total_steps(recipe.epochs, per_epoch, setup.schedule)
     return penalty_for(1.0, setup.model, setup.optimizer, steps, proximal=recipe.proximal)
 
 
@@ -50,8 +51,8 @@ def markdown(result: dict[str, Any]) -> str:
             f"| {100 * r['accuracy']:.2f} |"
             for r in rows
         ]
-    halves = {recipe: _at_a_fifth(rows) for recipe, rows in result.items()}
-    known = {recipe: both for recipe, both in halves.items() if both is not None}
+    fifths = {recipe: _at_a_fifth(rows) for recipe, rows in result.items()}
+    known = {recipe: both for recipe, both in fifths.items() if both is not None}
     if known:
         penalties, pressures = zip(*known.values(), strict=True)
         lines += [

@@ -11,9 +11,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 def keep_freed_memory() -> bool:
     """Let glibc keep what tensors give back instead of returning it; say whether it does.
 
-    Otherwise every activation above 128 KB comes as fresh pages, which the system clears one by
-    one: half of the time of a small model's training step on a CPU. For the process as a whole, so
-    a program decides on it, not the library.
+    Otherwise large activations come as fresh pages, which the system clears one by one: about a
+    third of the time of LeNet's training on a CPU. For the process as a whole, so a program decides
+    on it, not the library.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -58,8 +58,8 @@ class RankSampler:
             if self.strategy == "layer_uniform":
                 return 1 - (rank - 1) / (of * layers)
             missed = 1 - (rank - 1) / pairs
-            if self.strategy == "several":
-                return sum(missed**count for count in range(1, layers + 1)) / layers
+            if self.strategy == "several" and missed < 1:  # the mean of missed^1 … missed^layers
+                return missed * (1 - missed**layers) / ((1 - missed) * layers)
             return missed
 
         return {
