@@ -580,6 +580,19 @@ def test_half_a_line_at_the_end_of_a_journal_is_cut_off(tmp_path: Path):
     assert [t.penalty for t in found.trials if t.status == "complete"] == ALL
 
 
+def test_a_lock_that_a_killed_process_left_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trials_module, "_STUCK", 3)
+    killed = trials_module._opened("deep/search.journal")
+    assert isinstance(killed, optuna.storages.JournalStorage)
+    killed._backend._lock.acquire()
+    found = tune(within, **LIMITS, storage="deep/search.journal")
+    assert [t.penalty for t in found.trials] == ALL
+    assert [path.name for path in Path("deep").iterdir()] == ["search.journal"]
+
+
 def test_a_storage_that_is_lost_on_the_way_is_one_line(tmp_path: Path):
     database = tmp_path / "search.db"
 

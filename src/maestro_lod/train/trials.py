@@ -26,7 +26,7 @@ from optuna.distributions import BaseDistribution
 from optuna.exceptions import OptunaError, StorageInternalError, UpdateFinishedTrialError
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
 from maestro_lod.errors import OptionError, TrainingError
@@ -34,6 +34,7 @@ from maestro_lod.errors import OptionError, TrainingError
 _LOOK = 1.0  # seconds between two looks at the trials of others, where nothing else is to do
 _BEAT = 30.0  # seconds between two signs of life of a running trial
 _PATIENCE = 300.0  # seconds without one, after which a trial counts as dead
+_STUCK = 30  # seconds, after which a lock that a killed process left on a journal is broken
 
 Status: TypeAlias = Literal[
     "waiting", "running", "satisfied", "too sparse", "complete", "failed", "over", "stopped"
@@ -420,8 +421,11 @@ def _opened(storage: Storage | None) -> BaseStorage:
         return _database(url)
     path = Path(storage)
     path.parent.mkdir(parents=True, exist_ok=True)
-    journal = JournalFileBackend(str(path))
-    _mend(path)
+    # not Optuna's default, a symbolic link: if its owner is killed, relative to the journal's own
+    # directory it leads nowhere, and then those who come later wait for ever
+    lock = JournalFileOpenLock(str(path), grace_period=_STUCK)
+    journal = JournalFileBackend(str(path), lock)
+    _mend(path, lock)
     return JournalStorage(journal)
 
 
@@ -435,12 +439,11 @@ def _database(url: str) -> RDBStorage:
         return RDBStorage(url, engine_kwargs=options)
 
 
-def _mend(path: Path) -> None:
+def _mend(path: Path, lock: JournalFileOpenLock) -> None:
     """Cut off what a power cut or a full disk left of a journal's last line, in place.
 
     The next entry would be written behind it, and both be lost. A file of others is refused.
     """
-    lock = JournalFileSymlinkLock(str(path))
     lock.acquire()
     try:
         whole = path.read_bytes()
