@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import maestro_lod as lod
+from maestro_lod.tasks.models import LeNet
+from paper import times
 from paper.__main__ import END, ITEMS, START, item, main, readme, summary
 from paper.budgets import at_size
 from paper.record import RESULTS, read
@@ -63,6 +66,27 @@ def test_smoke(name, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     main(arguments)  # again, from the runs that are there
     assert "training" not in capsys.readouterr().err
+
+
+@needs("mnist")
+def test_steps_are_timed_at_the_ranks_of_every_epoch(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOD_DATA", str(DATA))
+    timed = []
+    seconds = times._Steps.seconds
+
+    def noted(steps):
+        timed.append(lod.ranks(steps.model))
+        return seconds(steps)
+
+    monkeypatch.setattr(times._Steps, "seconds", noted)
+    full = lod.survey(LeNet()).ranks
+    less = {**full, "fc1": 7}
+    monkeypatch.setattr(times, "_ranks_during", lambda run: [full, full, less])
+    found = times._recipe(Scale(tmp_path, smoke=True), "lenet-mnist", ("64e-5",))
+    assert [ranks for ranks in timed if ranks] == [full, less]  # dense ones in between
+    first, second, third = found["runs"]["64e-5"]["per_epoch"]
+    assert first == second and third > 0
+    assert "| | 64e-5 |" in times.markdown({"lenet-mnist": found})
 
 
 @needs("mnist")
