@@ -131,19 +131,31 @@ def naive(
         return below[1:] if method == "look-ahead" else below[1:2]
 
     ranks = lod.ranks(model)
-    found = [(dict(ranks), evaluate(ranks))]
+    current = evaluate(ranks)
+    found = [(dict(ranks), current)]
     while candidates := [(n, r) for n, rank in ranks.items() for r in steps(n, rank)]:
         tries = {(n, r): evaluate({**ranks, n: r}) for n, r in candidates}
 
         scores: dict[tuple[str, int], tuple[float, int]] = {}
         for name, rank in candidates:
             saved = spent(name, ranks[name]) - spent(name, rank)
-            increase = tries[name, rank] - found[-1][1]
+            increase = tries[name, rank] - current
             per_cost = max(0.0, increase) / saved, -saved
             scores[name, rank] = (increase, 0) if method == "greedy" else per_cost
         best = min(scores, key=scores.__getitem__)
+
+        def total(changed: tuple[str, int], ranks: dict[str, int] = ranks) -> int:
+            return sum(spent(n, r) for n, r in {**ranks, changed[0]: changed[1]}.items())
+
+        if method == "look-ahead":  # of what lies on the way, all that nothing cheaper beats
+            dearer = [c for c in candidates if total(c) > total(best)]
+            for c in sorted(dearer, key=total, reverse=True):
+                cheaper = [d for d in [*dearer, best] if d != c and total(d) <= total(c)]
+                if all(tries[c] < tries[d] for d in cheaper):
+                    found.append(({**ranks, c[0]: c[1]}, tries[c]))
         ranks[best[0]] = best[1]
-        found.append((dict(ranks), tries[best]))
+        current = tries[best]
+        found.append((dict(ranks), current))
     return found
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Literal
 
@@ -48,10 +49,11 @@ def frontier(
 
     `method`: "greedy" always cuts the layer whose cut raises the loss least (the paper's search),
     by `step` of its ranks; "per-cost" the one whose cut raises it least per saved cost;
-    "look-ahead" does the same with cuts of any size; "knapsack" adds up what cuts of single layers
-    cost; "threshold" sweeps one threshold over `importance`. The first three evaluate only the
-    candidates that may be best, or with `exact` all of them before each cut. `ranks` evaluates
-    these instead of a search, such as those that other runs ended with.
+    "look-ahead" does the same with cuts of any size, and keeps what it measures on the way;
+    "knapsack" adds up what cuts of single layers cost; "threshold" sweeps one threshold over
+    `importance`. The first three evaluate only the candidates that may be best, or with `exact` all
+    of them before each cut. `ranks` evaluates these instead of a search, such as those that other
+    runs ended with.
 
     `cost` is what to save, "macs" or "params". MACs are counted for `example` or, without one, for
     the batch that `loss` evaluates. `until` ends the search at this share of the dense cost, or at
@@ -84,9 +86,9 @@ def frontier(
                 f"{cost}: {listed(layers)}. Try cost='{'params' if cost == 'macs' else 'macs'}'."
             )
         points: list[Point] = []
-        for _ in _from_the_start(steps):
-            points.append(_point(search, accuracy))
-            share = search.share(search.ranks)
+        for ranks_here, loss_here in itertools.chain([search.here], steps):
+            points.append(_point(search, ranks_here, loss_here, accuracy))
+            share = search.share(ranks_here)
             if progress is not None:
                 progress(len(points), share)
             if until is not None and (
@@ -97,14 +99,13 @@ def frontier(
     return Frontier(tuple(points), dense, used, cost)
 
 
-def _from_the_start(steps: Iterator[None]) -> Iterator[None]:
-    """Stop once before the first step too: the model's own ranks are a point."""
-    yield
-    yield from steps
-
-
-def _point(search: Search, accuracy: Callable[[nn.Module], float] | None) -> Point:
-    model, ranks, share = search.replay.model, dict(search.ranks), None
+def _point(
+    search: Search,
+    ranks: dict[str, int],
+    loss: float,
+    accuracy: Callable[[nn.Module], float] | None,
+) -> Point:
+    model, share = search.replay.model, None
     if accuracy is not None:
 
         def measure() -> float:
@@ -115,7 +116,7 @@ def _point(search: Search, accuracy: Callable[[nn.Module], float] | None) -> Poi
             return value
 
         share = search.journal.answer({"accuracy at": ranks}, measure)
-    return Point(ranks, search.loss, share, **asdict(search.costs.at(ranks)))
+    return Point(ranks, loss, share, **asdict(search.costs.at(ranks)))
 
 
 def _macs(

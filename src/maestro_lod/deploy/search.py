@@ -1,6 +1,7 @@
 """Ways to give up ranks: which layer loses some next, and how many.
 
-Each way is a generator. It changes the ranks of a `Search` step by step and yields after each step.
+Each way is a generator. It changes the ranks of a `Search` step by step and yields the submodels
+that it comes by, each as ranks and loss.
 A layer moves down a ladder of ranks, each about a tenth below the one before and low enough to cost
 less: what is above break-even is deployed dense, so it jumps below that first.
 """
@@ -12,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from torch import nn
 
@@ -23,6 +24,9 @@ from maestro_lod.errors import OptionError
 from maestro_lod.layers import LowRankMatrix, SharedHead
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.train.penalty import importance
+
+Submodel: TypeAlias = tuple[dict[str, int], float]
+"""Ranks, and the loss there."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,11 @@ class Search:
         """Change ranks for good."""
         self.replay.accept(changes, loss)
 
+    @property
+    def here(self) -> Submodel:
+        """The submodel that the search has come to."""
+        return dict(self.ranks), self.loss
+
     def saved(self, name: str, rank: int) -> int:
         """Return what a layer at a rank saves of the cost that counts."""
         saved: int = getattr(self.costs.saved(name, rank), self.cost)
@@ -143,11 +152,12 @@ def _less(rank: int, step: float) -> int:
     return math.floor((1.0 - step) * rank + 1e-9)  # 0.7 · 90 is a little less than 63
 
 
-def greedy(search: Search, *, per_cost: bool, ahead: bool, exact: bool) -> Iterator[None]:
+def greedy(search: Search, *, per_cost: bool, ahead: bool, exact: bool) -> Iterator[Submodel]:
     """Always take the step that raises the loss least, in all or per saved cost.
 
     A step is one rung of a layer's ladder or, with `ahead`, any number of them: the first rungs
-    below break-even cost loss and save almost nothing, and hide that the next ones are cheap.
+    below break-even cost loss and save almost nothing, and hide that the next ones are cheap. Such
+    steps are long, so what was measured for one and lies on the way is a submodel too.
 
     With `exact` all steps are evaluated before each move. Otherwise only those that may be best: a
     loss increase that was measured some moves ago is trusted less with every move, and taken for
@@ -188,15 +198,36 @@ def greedy(search: Search, *, per_cost: bool, ahead: bool, exact: bool) -> Itera
         if math.isinf(losses[best]):
             return
         name, rank = best
+        if ahead:
+            yield from _on_the_way(search, losses, best)
         base = increases[name][rank]
         increases[name] = {r: value - base for r, value in increases[name].items()}
         search.accept({name: rank}, losses[best])
         losses.clear()
         move += 1
-        yield
+        yield search.here
 
 
-def knapsack(search: Search) -> Iterator[None]:
+def _on_the_way(
+    search: Search, losses: Mapping[tuple[str, int], float], best: tuple[str, int]
+) -> list[Submodel]:
+    """Return the submodels that cost more than the best step leaves, and are better for it."""
+    measured = []
+    for (name, rank), loss in losses.items():
+        ranks = {**search.ranks, name: rank}
+        measured.append((search.share(ranks), loss, ranks))
+    measured.sort(key=lambda one: one[:2])
+    end = search.share({**search.ranks, best[0]: best[1]})
+    found: list[Submodel] = []
+    lowest = losses[best]
+    for share, loss, ranks in measured:
+        if share > end and loss < lowest:
+            found.append((ranks, loss))
+            lowest = loss
+    return found[::-1]
+
+
+def knapsack(search: Search) -> Iterator[Submodel]:
     """Measure each layer's loss along its ladder, the others untouched; then go down all at once.
 
     The loss increases of layers are taken to add up. On the lower convex hull of each layer's loss
@@ -220,14 +251,14 @@ def knapsack(search: Search) -> Iterator[None]:
         if math.isinf(loss):
             return
         search.accept(changes, loss)
-        yield
+        yield search.here
 
 
 def _slope(a: tuple[int, float, int], b: tuple[int, float, int]) -> float:
     return (b[1] - a[1]) / (b[0] - a[0])
 
 
-def threshold(search: Search) -> Iterator[None]:
+def threshold(search: Search) -> Iterator[Submodel]:
     """Sweep one threshold over the importance of all ranks; each step saves a share of the cost.
 
     A layer whose remaining ranks would save nothing keeps all: it is deployed dense anyway.
@@ -249,20 +280,20 @@ def threshold(search: Search) -> Iterator[None]:
         if math.isinf(loss):
             return
         search.accept(ranks, loss)
-        yield
+        yield search.here
 
 
-def given(search: Search, maps: Iterable[Mapping[str, int]]) -> Iterator[None]:
+def given(search: Search, maps: Iterable[Mapping[str, int]]) -> Iterator[Submodel]:
     """Take these ranks, one mapping after the other."""
     for i, ranks in enumerate(maps):
         loss = search.evaluate(ranks)
         if math.isinf(loss):
             raise OptionError(f"the loss at ranks[{i}] is NaN or infinite. Leave that mapping out.")
         search.accept(ranks, loss)
-        yield
+        yield search.here
 
 
-METHODS: dict[str, Callable[[Search, bool], Iterator[None]]] = {
+METHODS: dict[str, Callable[[Search, bool], Iterator[Submodel]]] = {
     "look-ahead": lambda s, exact: greedy(s, per_cost=True, ahead=True, exact=exact),
     "per-cost": lambda s, exact: greedy(s, per_cost=True, ahead=False, exact=exact),
     "greedy": lambda s, exact: greedy(s, per_cost=False, ahead=False, exact=exact),
