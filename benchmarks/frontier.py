@@ -35,7 +35,7 @@ from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.tasks.deployment import Trained
 from maestro_lod.tasks.run import Run
 
-SAMPLES, TEST, UNTIL = 128, 5000, 0.25
+SAMPLES, TEST, UNTIL = 256, 10_000, 0.25
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 Loss = Callable[[nn.Module], Tensor]
 Found = TypeVar("Found")
