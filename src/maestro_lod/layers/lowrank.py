@@ -243,19 +243,19 @@ class LowRank(nn.Module):
         self._limit.fill_(_NO_LIMIT if rank is None else rank)
 
     def _active_factors(self) -> tuple[Tensor, Tensor]:
-        if self.rank == 0:
+        u, v = self.u, self.v  # once each: nn.Module looks parameters up slowly
+        stored = v.shape[0]
+        if stored == 0:
             return self._zero_rank()
         if torch.compiler.is_compiling():
             # A slice would make a new graph for every rank, a mask on the smaller side does not.
-            ranks = torch.arange(self.rank, device=self.u.device)
-            mask = (ranks < self._limit).to(self.u.dtype)
-            return self.u * mask.view(-1, *[1] * (self.u.ndim - 2)), self.v
-        rank = self.active_rank
-        if rank == self.rank:
-            return self.u, self.v
-        if rank == 0:
+            mask = (torch.arange(stored, device=u.device) < self._limit).to(u.dtype)
+            return u * mask.view(-1, *[1] * (u.ndim - 2)), v
+        if self._active is None or self._active >= stored:
+            return u, v
+        if self._active == 0:
             return self._zero_rank()
-        return self.u[:, :rank], self.v[:rank]
+        return u[:, : self._active], v[: self._active]
 
     def _note_positions(self, x: Tensor) -> int:
         """Remember where the weight is applied; also says that the layer has run."""
