@@ -64,10 +64,12 @@ def readme(results: Path = RESULTS) -> str:
 
 
 def summary(results: Path = RESULTS) -> str:
-    """Return what the project's README says: which items are measured, and Table 10 if it is."""
-    lines = ["| item | measured |", "|---|---|"]
+    """Return what the project's README says: what came of each item, and Table 10."""
+    lines = ["| item | what came out |", "|---|---|"]
     for name in ITEMS:
-        lines.append(f"| {item(name).TITLE} | {'yes' if read(name, results) else 'not yet'} |")
+        record, module = read(name, results), item(name)
+        outcome = module.judgement(record["result"]) if record else "not measured yet"
+        lines.append(f"| {module.TITLE} | {outcome} |")
     if record := read("table10", results):
         lines += ["", item("table10").markdown(record["result"])]
     return "\n".join(lines) + "\n"

@@ -37,7 +37,7 @@ def figures(result: dict[str, Any]) -> dict[str, str]:
 def markdown(result: dict[str, Any]) -> str:
     lines = []
     for recipe, variants in result.items():
-        cost = {name: mean(run["training_macs"] for run in runs) for name, runs in variants.items()}
+        cost = _cost(variants)
         lines += [
             f"`{recipe}`, λ = {MODELS[recipe]}, {len(variants['Maestro'])} seeds:",
             "",
@@ -51,13 +51,18 @@ def markdown(result: dict[str, Any]) -> str:
                 for name, runs in variants.items()
             ),
             "",
-            _judgement(variants, cost),
+            _judgement(variants),
             "",
         ]
     return "\n".join(lines)
 
 
-def _judgement(variants: dict[str, Any], cost: dict[str, float]) -> str:
+def judgement(result: dict[str, Any]) -> str:
+    return " ".join(f"`{recipe}`: {_judgement(variants)}" for recipe, variants in result.items())
+
+
+def _judgement(variants: dict[str, Any]) -> str:
+    cost = _cost(variants)
     accuracy = {
         name: 100 * mean(run["accuracy"] for run in runs) for name, runs in variants.items()
     }
@@ -67,3 +72,8 @@ def _judgement(variants: dict[str, Any], cost: dict[str, float]) -> str:
         f"Cheaper to train than {len(dearer)} of the 3 variants (in the paper: all 3), at "
         f"{accuracy['Maestro'] - accuracy[best]:+.2f} pp from the most accurate one ({best})."
     )
+
+
+def _cost(variants: dict[str, Any]) -> dict[str, float]:
+    """Return the MACs of training each variant, relative to dense."""
+    return {name: mean(run["training_macs"] for run in runs) for name, runs in variants.items()}

@@ -89,20 +89,36 @@ def markdown(result: dict[str, Any]) -> str:
             "| budget | used, by seed | accuracy % | sweep of λ at that size, % |",
             "|---|---|---|---|",
         ]
-        within, gaps = True, []
         for budget, rows in measured["budgets"].items():
-            used = [r["relative_params"] / float(budget) for r in rows]
-            size = mean(r["relative_params"] for r in rows)
-            accuracy, swept = 100 * mean(r["accuracy"] for r in rows), at_size(sweep, size)
-            within &= all(0.95 <= share <= 1.0 for share in used)
-            gaps += [] if swept is None else [accuracy - swept]
+            accuracy, swept = _beside(rows, sweep)
             lines.append(
-                f"| {budget} | {', '.join(f'{share:.1%}' for share in used)} | {accuracy:.2f} "
-                f"| {'smaller than any' if swept is None else f'{swept:.2f}'} |"
+                f"| {budget} | {', '.join(f'{share:.1%}' for share in _used(budget, rows))} "
+                f"| {accuracy:.2f} | {'smaller than any' if swept is None else f'{swept:.2f}'} |"
             )
-        landed = "Every training lands" if within else "Not every training lands"
-        lines += ["", f"{landed} within 5 % below its budget."]
-        if gaps:
-            lines[-1] += f" Against the sweep: {', '.join(f'{gap:+.2f}' for gap in gaps)} pp."
-        lines.append("")
+        lines += ["", _judgement(measured), ""]
     return "\n".join(lines)
+
+
+def judgement(result: dict[str, Any]) -> str:
+    return " ".join(f"`{Path(recipe).stem}`: {_judgement(of)}" for recipe, of in result.items())
+
+
+def _judgement(measured: dict[str, Any]) -> str:
+    budgets, sweep = measured["budgets"], curve(measured["sweep"])
+    within = all(0.95 <= share <= 1.0 for b, rows in budgets.items() for share in _used(b, rows))
+    landed = "Every training lands" if within else "Not every training lands"
+    pairs = [_beside(rows, sweep) for rows in budgets.values()]
+    gaps = ", ".join(f"{mine - swept:+.2f}" for mine, swept in pairs if swept is not None)
+    against = f" Against the sweep: {gaps} pp." if gaps else ""
+    return f"{landed} within 5 % below its budget.{against}"
+
+
+def _used(budget: str, rows: list[dict[str, Any]]) -> list[float]:
+    """Return the share of a budget that each training has used."""
+    return [row["relative_params"] / float(budget) for row in rows]
+
+
+def _beside(rows: list[dict[str, Any]], sweep: list[Point]) -> tuple[float, float | None]:
+    """Return the mean accuracy in % of trainings, and that of the sweep at their mean size."""
+    size = mean(row["relative_params"] for row in rows)
+    return 100 * mean(row["accuracy"] for row in rows), at_size(sweep, size)

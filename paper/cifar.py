@@ -71,6 +71,10 @@ def _nearest(
     return other, low_rank[other]
 
 
+def judgement(result: dict[str, Any]) -> str:
+    return " ".join(f"`{recipe}`: {_judgement(rows)}" for recipe, rows in result.items())
+
+
 def _judgement(rows: dict[str, Any]) -> str:
     trained = [r for name, r in rows.items() if name != "dense"]
     smaller = all(b["params"] <= a["params"] for a, b in pairwise(trained))

@@ -81,20 +81,25 @@ def markdown(result: dict[str, Any]) -> str:
         verdict = "–" if row["agrees"] is None else row["agrees"]
         ours = written(row["ours"])
         lines.append(f"| {row['what']} | {row['quantity']} | {paper} | {ours} | {verdict} |")
-    kinds = Counter(row["agrees"].partition(":")[0] for row in result["rows"] if row["paper"])
-    others = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if kind not in ("yes", "no"))
     return "\n".join(
         [
-            f"{kinds['yes']} of {kinds.total()} comparisons with a number of the paper agree to "
-            f"its last digit; the others by kind: {others}; without a reason: {kinds['no']}. "
-            "*MACs* are multiply-accumulates with weights, for one image or for "
-            f"{TOKENS} source and target tokens; *training* is the mean cost of a step without a "
-            "penalty, relative to dense training, the params those held in memory and the MACs "
+            f"{judgement(result)} *MACs* are multiply-accumulates with weights, for one image or "
+            f"for {TOKENS} source and target tokens; *training* is the mean cost of a step without "
+            "a penalty, relative to dense training, the params those held in memory and the MACs "
             "those expected when one (layer, rank) is drawn. Not here: Cuttlefish, IMP and "
             "RareGems, whose sizes come out of their training.",
             "",
             *lines,
         ]
+    )
+
+
+def judgement(result: dict[str, Any]) -> str:
+    kinds = Counter(row["agrees"].partition(":")[0] for row in result["rows"] if row["paper"])
+    others = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if kind not in ("yes", "no"))
+    return (
+        f"{kinds['yes']} of {kinds.total()} comparisons with a number of the paper agree to its "
+        f"last digit; the others by kind: {others}; without a reason: {kinds['no']}."
     )
 
 

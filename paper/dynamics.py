@@ -66,12 +66,6 @@ def markdown(result: dict[str, Any]) -> str:
             for name, ranks in result["ranks"].items()
         ),
     ]
-    exceptions = _not_nested(result["ranks"])
-    nested = (
-        "The ranks are nested, as in the paper: no layer grows as λ does."
-        if not exceptions
-        else f"The ranks are nested but for {', '.join(exceptions)}."
-    )
     dense, ordered = (losses[-1] for losses in result["train_loss"].values())
     settled = {
         name: next(i for i, total in enumerate(totals, 1) if total == totals[-1])
@@ -84,11 +78,17 @@ def markdown(result: dict[str, Any]) -> str:
             "",
             *lines,
             "",
-            f"{nested} The last rank goes in epoch {settled[latest]} (λ = {latest}). At λ = 0 the "
-            f"training loss ends at {ordered:.4f}, that of the dense model at {dense:.4f}: it is "
-            "that of sampled submodels, so it has to be higher.",
+            f"{judgement(result)} The last rank goes in epoch {settled[latest]} (λ = {latest}). "
+            f"At λ = 0 the training loss ends at {ordered:.4f}, that of the dense model at "
+            f"{dense:.4f}: it is that of sampled submodels, so it has to be higher.",
         ]
     )
+
+
+def judgement(result: dict[str, Any]) -> str:
+    if exceptions := _not_nested(result["ranks"]):
+        return f"The ranks are nested but for {', '.join(exceptions)}."
+    return "The ranks are nested, as in the paper: no layer grows as λ does."
 
 
 def _not_nested(ranks: dict[str, dict[str, int]]) -> list[str]:

@@ -50,12 +50,12 @@ def markdown(result: dict[str, Any]) -> str:
             ) in MULTI30K.items()
         ),
         "",
-        _judgement(result),
+        judgement(result),
     ]
     return "\n".join(lines)
 
 
-def _judgement(result: dict[str, Any]) -> str:
+def judgement(result: dict[str, Any]) -> str:
     dense = math.exp(result["dense"]["loss"])
     better = [n for n in result if math.exp(result[n]["loss"]) < dense]
     found = (

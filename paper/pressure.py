@@ -51,18 +51,20 @@ def markdown(result: dict[str, Any]) -> str:
             f"| {100 * r['accuracy']:.2f} |"
             for r in rows
         ]
-    fifths = {recipe: _at_a_fifth(rows) for recipe, rows in result.items()}
-    known = {recipe: both for recipe, both in fifths.items() if both is not None}
-    if known:
-        penalties, pressures = zip(*known.values(), strict=True)
-        lines += [
-            "",
-            f"A fifth of the params is reached at λ between {min(penalties):.1e} and "
-            f"{max(penalties):.1e}, a ratio of {max(penalties) / min(penalties):.0f}, and at "
-            f"pressures between {min(pressures):.0f} and {max(pressures):.0f}, a ratio of "
-            f"{max(pressures) / min(pressures):.1f} ({len(known)} of {len(result)} models).",
-        ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", judgement(result)])
+
+
+def judgement(result: dict[str, Any]) -> str:
+    fifths = [both for rows in result.values() if (both := _at_a_fifth(rows)) is not None]
+    if not fifths:
+        return "No sweep has a fifth of the params."
+    penalties, pressures = zip(*fifths, strict=True)
+    return (
+        f"A fifth of the params is reached at λ between {min(penalties):.1e} and "
+        f"{max(penalties):.1e}, a ratio of {max(penalties) / min(penalties):.0f}, and at "
+        f"pressures between {min(pressures):.0f} and {max(pressures):.0f}, a ratio of "
+        f"{max(pressures) / min(pressures):.1f} ({len(fifths)} of {len(result)} models)."
+    )
 
 
 def _at_a_fifth(rows: list[dict[str, Any]]) -> tuple[float, float] | None:

@@ -100,7 +100,7 @@ def markdown(result: dict[str, Any]) -> str:
                     f"| {name} | {strategy} | {end['params']:,} | {100 * end['accuracy']:.2f} "
                     f"| {end['training_macs']:.2f}× | {epochs or 'never'} |"
                 )
-        lines += ["", _judgement(one["sizes"]["accuracy"], many["sizes"]["accuracy"]), ""]
+        lines += ["", _judgement(strategies), ""]
     return "\n".join(lines)
 
 
@@ -108,7 +108,12 @@ def _epochs_to(params: int, course: list[int]) -> int | None:
     return next((epoch for epoch, size in enumerate(course, 1) if size <= params), None)
 
 
-def _judgement(one: dict[str, float], many: dict[str, float]) -> str:
+def judgement(result: dict[str, Any]) -> str:
+    return " ".join(f"`{recipe}`: {_judgement(found)}" for recipe, found in result.items())
+
+
+def _judgement(strategies: dict[str, Any]) -> str:
+    one, many = (strategies[name]["sizes"]["accuracy"] for name in ("pairs", "several"))
     better = [f"{share}×" for share in one if many[share] > one[share]]
     smallest = list(one)[-1]
     falls = [100 * (of[smallest] - of["1.00"]) for of in (one, many)]

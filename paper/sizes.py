@@ -108,30 +108,20 @@ def _accuracy(point: dict[str, Any] | None) -> float:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = ["Test accuracy in % (and what it costs) of a model cut to a share of dense:", ""]
-    wins = dict.fromkeys((PAIRS, SEVERAL), 0)
     for cost, curves in result["curves"].items():
         lines += [f"| {NAMES[cost]} ≤ | {' | '.join(curves)} |", "|---" * (len(curves) + 1) + "|"]
         for share in SHARES:
             limit = share * result["dense"][cost]
-            best = {name: at_most(curve, cost, limit) for name, curve in curves.items()}
+            best = [at_most(curve, cost, limit) for curve in curves.values()]
             shown = [
                 "–" if point is None else f"{100 * point['accuracy']:.2f} ({point[cost]:,})"
-                for point in best.values()
+                for point in best
             ]
             lines.append(f"| {share:.2f}× | {' | '.join(shown)} |")
-            for name in wins:
-                wins[name] += _accuracy(best[name]) > _accuracy(best[SVD])
         lines.append("")
-    count = len(SHARES) * len(result["curves"])
-    for name, won in wins.items():
-        third = at_most(result["curves"]["params"][name], "params", result["dense"]["params"] / 3)
-        accuracy, full = 100 * _accuracy(third), 100 * result["full"][name]
-        lines += [
-            f"{name}: better than SVD of the dense model at {won} of {count} sizes; at a third of "
-            f"the params {accuracy:.2f} %, whole {full:.2f} % ({accuracy - full:+.2f} pp).",
-            "",
-        ]
     lines += [
+        judgement(result),
+        "",
         "The ranks of models trained with λ > 0, given to the one with λ = 0 (Figures 5c, 13):",
         "",
         "| ranks of λ | params | trained with it, % | λ = 0 at its ranks, % |",
@@ -143,3 +133,25 @@ def markdown(result: dict[str, Any]) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def judgement(result: dict[str, Any]) -> str:
+    sentences, params = [], result["dense"]["params"]
+    for name in (PAIRS, SEVERAL):
+        won = [
+            _best(result, name, cost, share) > _best(result, SVD, cost, share)
+            for cost in result["curves"]
+            for share in SHARES
+        ]
+        third = 100 * _accuracy(at_most(result["curves"]["params"][name], "params", params / 3))
+        full = 100 * result["full"][name]
+        sentences.append(
+            f"{name}: better than SVD of the dense model at {sum(won)} of {len(won)} sizes; at a "
+            f"third of the params {third:.2f} %, whole {full:.2f} % ({third - full:+.2f} pp)."
+        )
+    return " ".join(sentences)
+
+
+def _best(result: dict[str, Any], name: str, cost: str, share: float) -> float:
+    limit = share * result["dense"][cost]
+    return _accuracy(at_most(result["curves"][cost][name], cost, limit))

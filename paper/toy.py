@@ -243,5 +243,10 @@ def markdown(result: dict[str, Any]) -> str:
     )
 
 
+def judgement(result: dict[str, Any]) -> str:
+    held = sum(figure["holds"] for figure in result.values())
+    return f"{held} of {len(result)} figures are reproduced."
+
+
 def verdict(found: dict[str, Any]) -> str:
     return "Reproduced" if found["holds"] else "Not reproduced"

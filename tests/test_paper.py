@@ -24,7 +24,8 @@ DATA = Path(os.environ.get("LOD_DATA", ROOT.parent / "shared" / "data"))
 def test_every_item_has_its_parts():
     for name in ITEMS:
         module = item(name)
-        assert module.TITLE and module.measure and module.markdown and module.figures
+        assert module.TITLE and module.measure and module.figures
+        assert module.markdown and module.judgement
 
 
 def test_the_pages_are_generated_from_the_results():
