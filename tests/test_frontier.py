@@ -128,10 +128,11 @@ def naive(
         below = [rank]
         while candidate(name, below[-1]) >= 1:
             below.append(candidate(name, below[-1]))
-        return below[1:] if method == "look-ahead" else below[1:2]
+        return below[1:] if long else below[1:2]
 
     ranks = lod.ranks(model)
-    current = evaluate(ranks)
+    own = current = evaluate(ranks)
+    long = False  # steps of look-ahead are, once the loss is no longer about the model's own
     found = [(dict(ranks), current)]
     while candidates := [(n, r) for n, rank in ranks.items() for r in steps(n, rank)]:
         tries = {(n, r): evaluate({**ranks, n: r}) for n, r in candidates}
@@ -141,13 +142,17 @@ def naive(
             saved = spent(name, ranks[name]) - spent(name, rank)
             increase = tries[name, rank] - current
             per_cost = max(0.0, increase) / saved, -saved
-            scores[name, rank] = (increase, 0) if method == "greedy" else per_cost
+            least = method == "greedy" or (method == "look-ahead" and not long)
+            scores[name, rank] = (increase, 0) if least else per_cost
         best = min(scores, key=scores.__getitem__)
+        if method == "look-ahead" and not long and tries[best] > 1.01 * own:
+            long = True
+            continue
 
         def total(changed: tuple[str, int], ranks: dict[str, int] = ranks) -> int:
             return sum(spent(n, r) for n, r in {**ranks, changed[0]: changed[1]}.items())
 
-        if method == "look-ahead":  # of what lies on the way, all that nothing cheaper beats
+        if long:  # of what lies on the way, all that nothing cheaper beats
             dearer = [c for c in candidates if total(c) > total(best)]
             for c in sorted(dearer, key=total, reverse=True):
                 cheaper = [d for d in [*dearer, best] if d != c and total(d) <= total(c)]

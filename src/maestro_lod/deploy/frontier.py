@@ -49,11 +49,11 @@ def frontier(
 
     `method`: "greedy" always cuts the layer whose cut raises the loss least (the paper's search),
     by `step` of its ranks; "per-cost" the one whose cut raises it least per saved cost;
-    "look-ahead" does the same with cuts of any size, and keeps what it measures on the way;
-    "knapsack" adds up what cuts of single layers cost; "threshold" sweeps one threshold over
-    `importance`. The first three evaluate only the candidates that may be best, or with `exact` all
-    of them before each cut. `ranks` evaluates these instead of a search, such as those that other
-    runs ended with.
+    "look-ahead" begins like "greedy", and once the loss rises goes on like "per-cost" with cuts of
+    any size, of which it keeps what it measures on the way; "knapsack" adds up what cuts of single
+    layers cost; "threshold" sweeps one threshold over `importance`. The first three evaluate only
+    the candidates that may be best, or with `exact` all of them before each cut. `ranks` evaluates
+    these instead of a search, such as those that other runs ended with.
 
     `cost` is what to save, "macs" or "params". MACs are counted for `example` or, without one, for
     the batch that `loss` evaluates. `until` ends the search at this share of the dense cost, or at

@@ -152,12 +152,17 @@ def _less(rank: int, step: float) -> int:
     return math.floor((1.0 - step) * rank + 1e-9)  # 0.7 · 90 is a little less than 63
 
 
+_ALIKE = 0.01  # of the model's own loss: differences that are a matter of chance
+
+
 def greedy(search: Search, *, per_cost: bool, ahead: bool, exact: bool) -> Iterator[Submodel]:
     """Always take the step that raises the loss least, in all or per saved cost.
 
     A step is one rung of a layer's ladder or, with `ahead`, any number of them: the first rungs
     below break-even cost loss and save almost nothing, and hide that the next ones are cheap. Such
-    steps are long, so what was measured for one and lies on the way is a submodel too.
+    steps are long, so what was measured for one and lies on the way is a submodel too. But as long
+    as the loss is about the model's own, which cut looks best is a matter of chance and a long step
+    a bet: until then `ahead` takes single rungs too, those that raise the loss least.
 
     With `exact` all steps are evaluated before each move. Otherwise only those that may be best: a
     loss increase that was measured some moves ago is trusted less with every move, and taken for
@@ -167,10 +172,11 @@ def greedy(search: Search, *, per_cost: bool, ahead: bool, exact: bool) -> Itera
     increases: dict[str, dict[int, float]] = {}  # the same over the current loss, also older ones
     measured: dict[str, int] = {}  # before which move each layer was measured last
     move, trusted = 0, len(search.ladders) / 2
+    waiting, alike = ahead, search.loss + _ALIKE * abs(search.loss)
 
     def steps(name: str) -> list[int]:
         lower = [rank for rank in search.ladders[name] if rank < search.ranks[name]]
-        return lower if ahead else lower[:1]
+        return lower if ahead and not waiting else lower[:1]
 
     def measure(name: str, rank: int) -> None:
         losses[name, rank] = search.evaluate({name: rank})
@@ -180,7 +186,7 @@ def greedy(search: Search, *, per_cost: bool, ahead: bool, exact: bool) -> Itera
     def hoped_for(step: tuple[str, int]) -> tuple[float, int]:
         name, rank = step
         score, saves = increases[name][rank], 0
-        if per_cost:
+        if per_cost and not waiting:
             saves = search.saved(name, rank) - search.saved(name, search.ranks[name])
             score = max(0.0, score) / saves
         if score > 0.0:  # nothing is left of it in the end but the order among a layer's steps
@@ -195,10 +201,13 @@ def greedy(search: Search, *, per_cost: bool, ahead: bool, exact: bool) -> Itera
         candidates = [(name, rank) for name, ranks in open_steps.items() for rank in ranks]
         while (best := min(candidates, key=hoped_for)) not in losses:
             measure(*best)
+        if waiting and losses[best] > alike:
+            waiting = False
+            continue
         if math.isinf(losses[best]):
             return
         name, rank = best
-        if ahead:
+        if ahead and not waiting:
             yield from _on_the_way(search, losses, best)
         base = increases[name][rank]
         increases[name] = {r: value - base for r, value in increases[name].items()}
