@@ -23,7 +23,7 @@ from paper.record import RESULTS, ROOT, read, write
 from paper.scale import Scale
 
 ITEMS = (
-    "toy", "table10", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k",
+    "toy", "table10", "swings", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k",
     "times", "budgets", "pressure", "sampling",
 )  # fmt: skip
 """In the order of the README."""

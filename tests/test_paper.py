@@ -52,6 +52,7 @@ def needs(data: str) -> pytest.MarkDecorator:
     "name",
     [
         pytest.param("table10", marks=needs("mnist")),
+        pytest.param("swings", marks=needs("mnist")),
         pytest.param("cifar", marks=needs("cifar10")),
         pytest.param("multi30k", marks=needs("multi30k")),
     ],
