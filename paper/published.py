@@ -121,6 +121,8 @@ ABLATION = {
 }
 """Table 4: accuracy in %, training MACs relative to Maestro, params relative to dense."""
 
+CIFAR_EPOCHS = 300
+
 RESNET = {
     "dense": (93.86, 1.00, 1.00, 1.00, 1.00),
     "0": (94.04, 1.00, 1.00, 1.10, 1.13),
