@@ -56,7 +56,7 @@ def judgement(result: dict[str, Any]) -> str:
     return (
         f"{count - len(missed)} of {count} rows reach the paper's accuracy − 0.3 pp or more, at no "
         "more than 1.15 × its params"
-        + (f"; not so {', '.join(missed)}, see the next item." if missed else ".")
+        + (f"; not so {', '.join(missed)}, see `swings`." if missed else ".")
     )
 
 
