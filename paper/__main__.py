@@ -98,7 +98,9 @@ def main(arguments: list[str] | None = None) -> None:
     results = options.results or RESULTS
     for name in options.items:
         if name not in (*ITEMS, "all", "readme"):
-            parser.error(f"there is no item {name!r}.{nearest(name, ITEMS)} There are: {ITEMS}")
+            parser.error(
+                f"there is no item {name!r}.{nearest(name, ITEMS)} Items: {', '.join(ITEMS)}."
+            )
     if not options.items:
         for name in ITEMS:
             state = "measured" if read(name, results) else "not measured"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import mean, stdev
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from maestro_lod.deploy.plot import svg
 from maestro_lod.tasks.recipe import load_recipe
+from maestro_lod.tasks.run import Run
 from maestro_lod.tasks.setup import Setup
-from maestro_lod.train.fit import fit
+from maestro_lod.train.evaluate import evaluate
+from maestro_lod.train.fit import Progress
 from paper.published import LENET
 from paper.scale import Scale
 
@@ -25,22 +29,31 @@ def _course(seed: int, *, smoke: bool) -> list[dict[str, float]]:
     """Train as the item `table10` does; return test accuracy and params after each epoch."""
     fewer = ["epochs=2", "data.limit=512"] if smoke else []
     changes = [f"penalty={PENALTY}", f"seed={seed}", "threads=1", *fewer]
-    recipe = load_recipe("lenet-mnist", changes)
-    setup = Setup.of(recipe)
-    progress = fit(
-        setup.model,
-        setup.data.train,
-        optimizer=setup.optimizer,
-        epochs=recipe.epochs,
-        lod=setup.lod,
-        loss=setup.loss,
-        validation=setup.data.test,
-        seed=recipe.seed,
-    )
-    return [
-        {"accuracy": epoch["validation_accuracy"], "params": epoch["params"]}
-        for epoch in progress.history
-    ]
+    tests = _Tests()
+    with TemporaryDirectory() as place:
+        Run.create(load_recipe("lenet-mnist", changes), Path(place)).train([tests])
+    return tests.course
+
+
+class _Tests:
+    """A watcher that tests the model after every epoch."""
+
+    def __init__(self) -> None:
+        self.course: list[dict[str, float]] = []
+
+    def begin(self, run: Run, setup: Setup, progress: Progress) -> None:
+        self._setup = setup
+
+    def step(self, progress: Progress) -> None:
+        pass
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        assert self._setup.data.test is not None
+        reached = evaluate(self._setup.model, self._setup.data.test)
+        self.course.append({"accuracy": reached["accuracy"], "params": record["params"]})
+
+    def end(self, result: dict[str, Any]) -> None:
+        pass
 
 
 def figures(result: dict[str, Any]) -> dict[str, str]:

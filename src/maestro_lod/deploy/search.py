@@ -1,9 +1,9 @@
 """Ways to give up ranks: which layer loses some next, and how many.
 
 Each way is a generator. It changes the ranks of a `Search` step by step and yields the submodels
-that it comes by, each as ranks and loss.
-A layer moves down a ladder of ranks, each about a tenth below the one before and low enough to cost
-less: what is above break-even is deployed dense, so it jumps below that first.
+that it comes by, each as ranks and loss. A layer moves down a ladder of ranks, each about a tenth
+below the one before and low enough to cost less: what is above break-even is deployed dense, so it
+jumps below that first.
 """
 
 from __future__ import annotations
@@ -127,6 +127,11 @@ class Search:
         saved: int = getattr(self.costs.saved(name, rank), self.cost)
         return saved
 
+    def gain(self, step: tuple[str, int]) -> int:
+        """Return what a layer at a lower rank saves beyond what it saves now."""
+        name, rank = step
+        return self.saved(name, rank) - self.saved(name, self.ranks[name])
+
     def share(self, ranks: Mapping[str, int]) -> float:
         """Return the cost that counts, relative to the dense model's."""
         at: int = getattr(self.costs.at(ranks), self.cost)
@@ -187,7 +192,7 @@ def greedy(search: Search, *, per_cost: bool, ahead: bool, exact: bool) -> Itera
         name, rank = step
         score, saves = increases[name][rank], 0
         if per_cost and not waiting:
-            saves = search.saved(name, rank) - search.saved(name, search.ranks[name])
+            saves = search.gain(step)
             score = max(0.0, score) / saves
         if score > 0.0:  # nothing is left of it in the end but the order among a layer's steps
             score *= max(1.0 - (move - measured[name]) / trusted, 1e-9)
@@ -221,18 +226,12 @@ def _on_the_way(
     search: Search, losses: Mapping[tuple[str, int], float], best: tuple[str, int]
 ) -> list[Submodel]:
     """Return the submodels that cost more than the best step leaves, and are better for it."""
-    measured = []
-    for (name, rank), loss in losses.items():
-        ranks = {**search.ranks, name: rank}
-        measured.append((search.share(ranks), loss, ranks))
-    measured.sort(key=lambda one: one[:2])
-    end = search.share({**search.ranks, best[0]: best[1]})
     found: list[Submodel] = []
     lowest = losses[best]
-    for share, loss, ranks in measured:
-        if share > end and loss < lowest:
-            found.append((ranks, loss))
-            lowest = loss
+    for step in sorted(losses, key=lambda step: (-search.gain(step), losses[step])):
+        if search.gain(step) < search.gain(best) and losses[step] < lowest:
+            lowest = losses[step]
+            found.append(({**search.ranks, step[0]: step[1]}, lowest))
     return found[::-1]
 
 
