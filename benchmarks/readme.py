@@ -27,7 +27,8 @@ def block() -> str:
             if name != "dense":
                 lines.append(f"| {title} | {name} | {ratio:.2f} |")
     lines.append("")
-    lines.append(f"(CPU, {machine['threads']} threads, torch {machine['torch']}.)")
+    threads = machine["threads"]
+    lines.append(f"(CPU, {threads} thread{'s' * (threads > 1)}, torch {machine['torch']}.)")
     return "\n".join(lines) + "\n"
 
 

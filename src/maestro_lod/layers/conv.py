@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from maestro_lod.layers import few_channels
 from maestro_lod.layers.lowrank import LowRank, empty_like_weight, with_parameters
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class LowRankConv(_AnyConv):
     """`nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` as v (k×k, to the active rank), then u (1×1)."""
 
     _pad_amounts: tuple[int, ...]
+    _padding: tuple[int, ...] | str
+    """As many on both sides of each dimension, or "same" where that takes one more on one side."""
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -100,6 +103,8 @@ class LowRankConv(_AnyConv):
         )
         # torch computes the amounts to pad ("same" included) once, in F.pad's order
         layer._pad_amounts = tuple(dense._reversed_padding_repeated_twice)
+        before, after = layer._pad_amounts[::2], layer._pad_amounts[1::2]  # last dimension first
+        layer._padding = before[::-1] if before == after else "same"
         return layer._take_options(dense)
 
     def positions_of(self, x: Tensor) -> int:
@@ -112,9 +117,12 @@ class LowRankConv(_AnyConv):
         return count
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding: Any = self.padding
+        padding: Any = self._padding
         if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._pad_amounts, mode=self.padding_mode), 0
+            x = F.pad(x, self._pad_amounts, mode=self.padding_mode)
+            padding = (0,) * self.dimensions
+        if few_channels.gradient_is_slow(x, weight, padding, self.dilation):
+            return few_channels.convolve(x, weight, bias, self.stride, padding)
         conv = _CONV[self.dimensions]
         return conv(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
