@@ -225,6 +225,29 @@ def test_costs_are_those_of_the_deployed_model() -> None:
     assert Costs.of(model, ledger, "macs").deployed(ranks) == summary.fused_macs
 
 
+def test_macs_that_no_rank_can_save_are_not_counted_as_saved() -> None:
+    """Torch's recurrent kernels multiply factors out: a budget of MACs has to come from others."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(8, 16), nn.Linear(16, 30)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.rnn(x)[0])
+            return out
+
+    model = lod.decompose(Tagger())
+    example = torch.empty(3, 1, 8)
+    ledger = Ledger.of(model, example)
+    costs = Costs.of(model, ledger, "macs")
+    ranks = dict.fromkeys(lod.ranks(model), 1)
+    assert costs.deployed(ranks) == 3 * (4 * 16 * (8 + 16) + 16 + 30)
+    with pytest.raises(lod.MaestroError, match="too small"):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        lod.LoD(model, optimizer, budget={"macs": 0.5}, example=example)
+
+
 def test_once_landed_every_other_step_trains_the_whole_model() -> None:
     model, train, _ = trained({"params": 0.3}, epochs=6, momentum=0.9)
     ranks = lod.ranks(model)

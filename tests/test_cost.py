@@ -445,7 +445,7 @@ def test_a_summary_is_frozen_and_turns_into_json() -> None:
     assert data["layers"][1] == {
         "name": "conv2", "kind": "Conv2d", "shape": [16, 6, 5, 5], "rank": 9, "full_rank": 16,
         "params": 1510, "macs": 95616, "dense_params": 2416, "dense_macs": 153600,
-        "form": "factored",
+        "form": "factored", "fused_macs": 95616,
     }  # fmt: skip
     with pytest.raises(AttributeError):
         result.params = 0
@@ -515,12 +515,16 @@ def test_the_ledger_expects_the_mean_over_all_samples() -> None:
     assert cost.macs == pytest.approx(factored / len(pairs), rel=1e-12)
 
 
-def test_a_full_pass_adds_the_factors_at_full_rank() -> None:
-    model, x = lod.decompose(small_net(), skip="0"), torch.empty(1, 3, 8, 8)
+def test_a_full_pass_adds_all_that_a_forward_at_full_rank_does() -> None:
+    model, x = lod.decompose(small_net(), skip="0"), torch.zeros(1, 3, 8, 8)
     ledger = Ledger.of(model, x)
-    one, two = (ledger.epoch_cost(model, {}, full_pass=full).macs for full in (False, True))
-    factors = sum(ledger.positions[n] * m.weights() for n, m in low_rank_layers(model).items())
-    assert two - one == factors
+    one, two = (
+        ledger.epoch_cost(model, {"1": [0.5, 0.5]}, full_pass=full).executed_macs
+        for full in (False, True)
+    )
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert two - one == counter.get_total_flops() // 2
 
 
 # -- the ledger --------------------------------------------------------------------------------
@@ -600,6 +604,8 @@ DEPLOYED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         torch.randn(2, 5, 8),
     ),
     "output size": (Upsampling, torch.randn(1, 8, 3, 3)),
+    "lstm": (lambda: nn.LSTM(8, 12, num_layers=2), torch.randn(5, 2, 8)),
+    "gru": (lambda: nn.GRU(8, 12, bidirectional=True), torch.randn(5, 2, 8)),
 }
 
 
@@ -616,6 +622,8 @@ def test_the_ledger_knows_what_the_model_would_be_deployed_as(
     model(x)
     after = lod.summary(model, x)
     assert ledger.deployed(model) == (after.fused_params, after.fused_macs)
+    if ranks != 0:  # of which plain layers keep one
+        assert lod.summary(lod.extract(model), x).macs == after.fused_macs
     assert count_params(lod.fuse(model)) == after.fused_params
 
 

@@ -46,7 +46,9 @@ class LayerCost:
     dense_params: int
     dense_macs: int
     form: str
-    """What `fuse` and `extract` choose for the layer: "dense" or "factored"."""
+    """What `fuse` chooses for the layer: "dense" or "factored"."""
+    fused_macs: int
+    """In that form; torch's recurrent layers multiply their factors out first."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def summary(model: nn.Module, example: Example) -> Summary:
     named = sum(row.params for row in rows)
     if params > named:
         rest = params - named
-        rows.append(LayerCost("", "other", (), None, None, rest, 0, rest, 0, "dense"))
+        rows.append(LayerCost("", "other", (), None, None, rest, 0, rest, 0, "dense", 0))
     low_rank = [row for row in rows if row.rank is not None]
     to_dense = [row for row in low_rank if row.form == "dense"]
     return Summary(
@@ -108,8 +110,7 @@ def summary(model: nn.Module, example: Example) -> Summary:
         params=params,
         macs=macs.total - sum(row.dense_macs - row.macs for row in low_rank),
         fused_params=params - sum(row.params - row.dense_params for row in to_dense),
-        fused_macs=macs.total
-        - sum(row.dense_macs - row.macs for row in low_rank if row.form == "factored"),
+        fused_macs=macs.total - sum(row.dense_macs - row.fused_macs for row in low_rank),
         dense_params=params - sum(row.params - row.dense_params for row in low_rank),
         dense_macs=macs.total,
     )
@@ -127,7 +128,7 @@ def _rows(model: nn.Module, macs: DenseMacs) -> Iterator[LayerCost]:
             yield LayerCost(
                 name, "SharedHead", tuple(layer.weight_shape), layer.rank, layer.full_rank, count,
                 module.macs(positions), count, module.dense_macs(positions),
-                "dense" if layer.dense_is_cheaper() else "factored",
+                "dense" if layer.dense_is_cheaper() else "factored", module.fused_macs(positions),
             )  # fmt: skip
         elif isinstance(module, LowRank):
             positions, factors = macs.positions[name], module.weights()
@@ -135,12 +136,14 @@ def _rows(model: nn.Module, macs: DenseMacs) -> Iterator[LayerCost]:
                 name, module.kind, tuple(module.weight_shape), module.rank, module.full_rank,
                 count, module.macs(positions), count - factors + module.dense_weights,
                 module.dense_macs(positions),
-                "dense" if module.dense_is_cheaper() else "factored",
+                "dense" if module.dense_is_cheaper() else "factored", module.fused_macs(positions),
             )  # fmt: skip
         elif any(p.ndim > 1 for p in own):
             shape = tuple(max(own, key=lambda p: p.numel()).shape)
             kind, dense = type(module).__name__, macs.layers.get(name, 0)
-            yield LayerCost(name, kind, shape, None, None, count, dense, count, dense, "dense")
+            yield LayerCost(
+                name, kind, shape, None, None, count, dense, count, dense, "dense", dense
+            )
 
 
 Costed: TypeAlias = LowRank | SharedHead
@@ -149,6 +152,16 @@ Costed: TypeAlias = LowRank | SharedHead
 def costed_layers(model: nn.Module) -> dict[str, Costed]:
     """Return everything that multiplies by factors: low-rank layers, heads that share theirs."""
     return {n: m for n, m in model.named_modules() if isinstance(m, LowRank | SharedHead)}
+
+
+def by_factors(model: nn.Module) -> dict[str, dict[str, Costed]]:
+    """Return for each low-rank layer all that multiplies by its factors: itself, a shared head."""
+    name_of = {id(layer): name for name, layer in low_rank_layers(model).items()}
+    parts: dict[str, dict[str, Costed]] = {name: {} for name in name_of.values()}
+    for name, layer in costed_layers(model).items():
+        owner = layer.embedding if isinstance(layer, SharedHead) else layer
+        parts[name_of[id(owner)]][name] = layer
+    return parts
 
 
 def count_params(model: nn.Module) -> int:
@@ -359,14 +372,12 @@ class Ledger:
     def deployed(self, model: nn.Module) -> tuple[int, int | None]:
         """Return params and MACs of the model as `fuse` would leave it: dense where cheaper."""
         params, macs = count_params(model), self.dense_macs
-        for name, layer in costed_layers(model).items():
-            owner = layer.embedding if isinstance(layer, SharedHead) else layer
-            if not owner.dense_is_cheaper():
-                if macs is not None:
-                    positions = self.positions[name]
-                    macs -= layer.dense_macs(positions) - layer.macs(positions)
-            elif layer is owner:
-                params -= owner.weights() - owner.dense_weights
+        for layer in low_rank_layers(model).values():
+            params += layer.fused_weights() - layer.weights()
+        if macs is not None:
+            for name, costed in costed_layers(model).items():
+                positions = self.positions[name]
+                macs += costed.fused_macs(positions) - costed.dense_macs(positions)
         return params, macs
 
     def _expected(
@@ -378,21 +389,16 @@ class Ledger:
     ) -> float | None:
         if self.dense_macs is None:
             return None
-        total = float(self.dense_macs)
-        name_of = {id(layer): name for name, layer in low_rank_layers(model).items()}
-        for name, layer in costed_layers(model).items():
-            positions, rank = self.positions[name], layer.rank
-            full = macs(layer, positions, rank)
-            # a shared head is drawn with its embedding
-            drawn = layer.embedding if isinstance(layer, SharedHead) else layer
-            drawn_at = chances.get(name_of[id(drawn)])
-            sampled = (
-                float(full)
-                if drawn_at is None
-                else sum(chance * macs(layer, positions, b) for b, chance in enumerate(drawn_at, 1))
-            )
-            total += sampled + (full if full_pass else 0) - layer.dense_macs(positions)
-        return total
+        sampled = full = float(self.dense_macs)
+        for owner, parts in by_factors(model).items():  # a shared head is drawn with its embedding
+            for name, layer in parts.items():
+                positions, dense = self.positions[name], layer.dense_macs(self.positions[name])
+                whole = macs(layer, positions, layer.rank)
+                full += whole - dense
+                sampled += whole - dense
+                for b, chance in enumerate(chances.get(owner, ()), 1):
+                    sampled += chance * (macs(layer, positions, b) - whole)
+        return sampled + full if full_pass else sampled
 
     @property
     def relative_params(self) -> float | None:

@@ -14,11 +14,7 @@ from maestro_lod.errors import LayerError, OptionError
 from maestro_lod.layers import (
     Attention,
     LowRank,
-    LowRankConvTranspose,
     LowRankEmbedding,
-    LowRankLinear,
-    LowRankMatrix,
-    LowRankTransposedLinear,
     Recurrent,
     SharedHead,
     low_rank_type,
@@ -218,23 +214,14 @@ def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") 
     return copy_without_hooks(model, memo)
 
 
-def has_factored_form(layer: LowRank) -> bool:
-    """Say whether plain layers can do what the factors do; torch's recurrent kernels cannot."""
-    if isinstance(layer, LowRankConvTranspose) and layer.called_with_output_size:
-        return False
-    return not isinstance(layer, LowRankMatrix)
-
-
 def plain_form(layer: LowRank, rank: int | None, form: Form) -> nn.Module:
     """Return plain layers that compute what this one does at the rank, in a form it can have."""
-    if form == "factored" and has_factored_form(layer):
+    if form == "factored" and layer.has_factored_form:
         factors = layer.factored(rank)
         for key in layer.options:  # code of a model may read them
             setattr(factors, key, getattr(layer, key))
         return factors
-    if isinstance(layer, LowRankTransposedLinear):  # torch's own layer instead of a foreign one
-        return LowRankLinear.dense(layer, rank)
-    return layer.dense(rank)
+    return layer.plain_dense(rank)
 
 
 def copy_without_hooks(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -30,7 +30,7 @@ from maestro_lod.deploy.trial import (
 from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
 from maestro_lod.layers import LowRank, SharedHead
 from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve, resolve_for
-from maestro_lod.surgery import Form, extract, has_factored_form, plain_form
+from maestro_lod.surgery import Form, extract, plain_form
 from maestro_lod.table import table
 
 MOST_NOISE = 0.05
@@ -284,7 +284,7 @@ def _recorded_uses(model: nn.Module, call: Call) -> dict[str, list[_Use]]:
 
 
 def _break_even(layer: LowRank) -> int:
-    return layer.dense_weights // layer.weights(1) if has_factored_form(layer) else 0
+    return layer.dense_weights // layer.weights(1) if layer.has_factored_form else 0
 
 
 def _grid(layer: LowRank) -> list[int]:

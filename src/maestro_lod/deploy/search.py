@@ -17,11 +17,10 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-from maestro_lod.cost import DenseMacs, count_params
+from maestro_lod.cost import DenseMacs, by_factors, count_params
 from maestro_lod.deploy.journal import Journal
 from maestro_lod.deploy.replay import Replay
 from maestro_lod.errors import OptionError
-from maestro_lod.layers import LowRankMatrix, SharedHead
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.train.penalty import importance
 
@@ -47,7 +46,7 @@ class Costs:
 
     def __init__(self, model: nn.Module, macs: DenseMacs | None) -> None:
         self._layers = low_rank_layers(model)
-        self._heads = [(n, m) for n, m in model.named_modules() if isinstance(m, SharedHead)]
+        self._parts = by_factors(model)
         self._positions = None if macs is None else macs.positions
         params = count_params(model)
         limits = {id(layer._limit) for layer in self._layers.values()}  # not deployed
@@ -60,17 +59,13 @@ class Costs:
 
     def saved(self, name: str, rank: int) -> Cost:
         """Return what one layer at a rank costs less than the dense layer."""
-        layer, positions = self._layers[name], self._positions
-        if layer.dense_is_cheaper(rank):
-            return Cost(0, None if positions is None else 0, 0)
-        params, macs = layer.dense_weights - layer.weights(rank), None
-        if positions is not None:
-            macs = layer.dense_macs(positions[name]) - layer.macs(positions[name], rank)
-            if isinstance(layer, LowRankMatrix):
-                macs = 0
-            for key, head in self._heads:
-                if head.embedding is layer:
-                    macs += head.dense_macs(positions[key]) - head.macs(positions[key], rank)
+        layer, macs = self._layers[name], None
+        params = layer.dense_weights - layer.fused_weights(rank)
+        if self._positions is not None:
+            macs = 0
+            for key, part in self._parts[name].items():
+                positions = self._positions[key]
+                macs += part.dense_macs(positions) - part.fused_macs(positions, rank)
         return Cost(params, macs, params * layer.u.element_size())
 
     def at(self, ranks: Mapping[str, int]) -> Cost:

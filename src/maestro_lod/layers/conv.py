@@ -251,8 +251,12 @@ class LowRankConvTranspose(_AnyConv):
     def _to_matrices(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.groups, self.in_channels // self.groups, -1).mT
 
+    @property
+    def has_factored_form(self) -> bool:
+        return not self.called_with_output_size
+
     def dense_is_cheaper(self, rank: int | None = None, *, by: str = "params") -> bool:
-        return self.called_with_output_size or super().dense_is_cheaper(rank, by=by)
+        return not self.has_factored_form or super().dense_is_cheaper(rank, by=by)
 
     def dense(self, rank: int | None = None) -> nn.Module:
         weight = self._compose(*self.truncated(rank))

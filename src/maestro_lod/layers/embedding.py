@@ -136,6 +136,12 @@ class SharedHead(nn.Module):
     def dense_macs(self, positions: int) -> int:
         return positions * self.embedding.dense_weights
 
+    def fused_macs(self, positions: int, rank: int | None = None) -> int:
+        """Count the MACs of the form in which `fuse` leaves the head, that of its embedding."""
+        if self.embedding.dense_is_cheaper(rank):
+            return self.dense_macs(positions)
+        return self.macs(positions, rank)
+
     def executed_macs(self, positions: int, rank: int) -> int:
         return self.macs(positions, rank)
 

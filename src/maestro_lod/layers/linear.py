@@ -107,3 +107,6 @@ class LowRankTransposedLinear(LowRankLinear):
         with torch.device("meta"):
             layer = self._dense_type(self.out_features, self.in_features)
         return with_parameters(layer, self, (u @ v).mT, bias=True)
+
+    def plain_dense(self, rank: int | None = None) -> nn.Module:
+        return super().dense(rank)

@@ -111,6 +111,10 @@ class LowRank(nn.Module):
         """Return a plain dense layer that computes what this one does at the rank."""
         raise NotImplementedError
 
+    def plain_dense(self, rank: int | None = None) -> nn.Module:
+        """Return the same as a layer of torch itself, where `dense` is one of another library."""
+        return self.dense(rank)
+
     def factored(self, rank: int | None = None) -> nn.Module:
         """Return plain layers, one per factor, that compute what this one does at the rank."""
         raise NotImplementedError
@@ -156,6 +160,21 @@ class LowRank(nn.Module):
         Both factors work at the same positions, so the answer is the same for both.
         """
         return self.dense_weights < self.weights(rank)
+
+    @property
+    def has_factored_form(self) -> bool:
+        """Whether plain layers can apply the factors one by one."""
+        return True
+
+    def fused_weights(self, rank: int | None = None) -> int:
+        """Count the scalars of the form in which `fuse` leaves the layer."""
+        return self.dense_weights if self.dense_is_cheaper(rank) else self.weights(rank)
+
+    def fused_macs(self, positions: int, rank: int | None = None) -> int:
+        """Count the MACs of the form in which `fuse` leaves the layer."""
+        if self.dense_is_cheaper(rank) or not self.has_factored_form:
+            return self.dense_macs(positions)
+        return self.macs(positions, rank)
 
     def executed_macs(self, positions: int, rank: int) -> int:
         """Count the MACs that this layer really does, by whichever way it chooses."""

@@ -48,6 +48,10 @@ class LowRankMatrix(LowRank):
         )
         return layer.train(dense.training)
 
+    @property
+    def has_factored_form(self) -> bool:
+        return False  # torch's recurrent kernels take dense weights
+
     def dense_is_cheaper(self, rank: int | None = None, *, by: str = "params") -> bool:
         return by != "params" or super().dense_is_cheaper(rank)
 

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.cost import Ledger, costed_layers, count_params
+from maestro_lod.cost import Ledger, by_factors, count_params
 from maestro_lod.errors import OptionError, listed, nearest, require_whole
-from maestro_lod.layers.embedding import SharedHead
-from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.train.penalty import importance
 
@@ -223,13 +221,12 @@ class Costs:
             rest = count_params(model) - sum(layer.weights() for layer in layers.values())
             return cls(per_rank, dense, break_even, rest)
         assert ledger.dense_macs is not None
-        name_of = {id(layer): name for name, layer in layers.items()}
         per_rank, dense = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
-        for name, layer in costed_layers(model).items():
-            owner: LowRank = layer.embedding if isinstance(layer, SharedHead) else layer
-            positions = ledger.positions[name]
-            dense[name_of[id(owner)]] += layer.dense_macs(positions)
-            per_rank[name_of[id(owner)]] += layer.macs(positions, 1)
+        for name, parts in by_factors(model).items():
+            if layers[name].has_factored_form:  # the others have the dense MACs at every rank
+                for key, part in parts.items():
+                    dense[name] += part.dense_macs(ledger.positions[key])
+                    per_rank[name] += part.macs(ledger.positions[key], 1)
         return cls(per_rank, dense, break_even, ledger.dense_macs - sum(dense.values()))
 
     def factored(self, ranks: Mapping[str, int]) -> int:
