@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -625,3 +626,49 @@ def test_errors_are_one_family_and_keep_their_usual_meaning() -> None:
     for expected in (MaestroError, ValueError):
         with pytest.raises(expected):
             layer.activate(7)
+
+
+# -- options that were set after construction ----------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": (0, 0)},
+        {"padding": 2},
+        {"dilation": (2, 2), "padding": (2, 2)},
+        {"dilation": 2},
+        {"stride": 2},
+    ],
+    ids=str,
+)
+def test_options_count_as_they_stand_when_a_convolution_is_decomposed(
+    options: dict[str, Any], mode: str
+) -> None:
+    conv = nn.Conv2d(4, 6, 3, padding=1, padding_mode=mode)
+    for key, value in options.items():
+        setattr(conv, key, value)
+    x = torch.randn(2, 4, 9, 9)
+    wanted = conv(x)
+    model = lod.decompose(nn.Sequential(conv))
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lod.extract(model)(x), wanted, rtol=1e-4, atol=1e-5)
+    assert model[0].positions == wanted[:, 0].numel()
+
+
+def test_options_of_a_low_rank_convolution_can_be_set_too() -> None:
+    dense = nn.Conv2d(4, 6, 3, padding=1)
+    model = lod.decompose(nn.Sequential(copy.deepcopy(dense)))
+    for conv in (dense, model[0]):
+        conv.stride, conv.padding, conv.dilation = (2, 2), (2, 2), (2, 2)
+    x = torch.randn(2, 4, 9, 9)
+    torch.testing.assert_close(model(x), dense(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("conv", [nn.Conv2d(4, 4, 3), nn.ConvTranspose2d(4, 4, 3), nn.Linear(4, 4)])
+def test_layers_take_their_input_by_torchs_name(conv: nn.Module) -> None:
+    x = torch.randn(2, 4, 6, 4)
+    wanted = conv(input=x)
+    layer = lod.decompose(nn.Sequential(conv))[0]
+    torch.testing.assert_close(layer(input=x), wanted, rtol=1e-4, atol=1e-5)

@@ -41,10 +41,15 @@ class _AnyConv(LowRank):
 
     def _take_options(self, dense: _ConvNd) -> Self:
         self.in_channels, self.out_channels = dense.in_channels, dense.out_channels
-        self.kernel_size, self.stride = dense.kernel_size, dense.stride
-        self.padding, self.dilation = dense.padding, dense.dilation
-        self.padding_mode, self.output_padding = dense.padding_mode, dense.output_padding
+        self.kernel_size, self.padding_mode = dense.kernel_size, dense.padding_mode
+        # a user may have set them since, to a number too
+        self.stride, self.dilation = self._each(dense.stride), self._each(dense.dilation)
+        self.padding, self.output_padding = self._each(dense.padding), dense.output_padding
         return self.train(dense.training)
+
+    def _each(self, option: Any) -> Any:
+        """Give an option that is one number for all dimensions a number for each."""
+        return (option,) * self.dimensions if isinstance(option, int) else option
 
     @property
     def dimensions(self) -> int:
@@ -65,6 +70,13 @@ class _AnyConv(LowRank):
         """Give (out, in) the layout of a 1×1 convolution's weight."""
         return weight.view(*weight.shape, *[1] * self.dimensions)
 
+    def _first(self, v: Tensor) -> Tensor:
+        """Give (r, in, *k) the layout of a convolution's weight: (groups · r, in/groups, *k)."""
+        if self.groups == 1:
+            return v
+        grouped = v.view(v.shape[0], self.groups, -1, *v.shape[2:])
+        return grouped.transpose(0, 1).flatten(0, 1)
+
     def extra_repr(self) -> str:
         shown = (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
@@ -79,10 +91,6 @@ class _AnyConv(LowRank):
 
 class LowRankConv(_AnyConv):
     """`nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` as v (k×k, to the active rank), then u (1×1)."""
-
-    _pad_amounts: tuple[int, ...]
-    _padding: tuple[int, ...] | str
-    """As many on both sides of each dimension, or "same" where that takes one more on one side."""
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -101,26 +109,37 @@ class LowRankConv(_AnyConv):
             groups=groups,
             trainable=dense.weight.requires_grad,
         )
-        # torch computes the amounts to pad ("same" included) once, in F.pad's order
-        layer._pad_amounts = tuple(dense._reversed_padding_repeated_twice)
-        before, after = layer._pad_amounts[::2], layer._pad_amounts[1::2]  # last dimension first
-        layer._padding = before[::-1] if before == after else "same"
-        return layer._take_options(dense)
+        layer._take_options(dense)
+        if layer.padding_mode != "zeros" and not isinstance(layer.padding, str):
+            # torch goes by what it was constructed with, last dimension first
+            layer.padding = tuple(dense._reversed_padding_repeated_twice[::-2])
+        return layer
+
+    def _paddings(self) -> list[tuple[int, int]]:
+        """Return how many values are padded before and behind each dimension."""
+        if self.padding == "valid":
+            return [(0, 0)] * self.dimensions
+        if self.padding == "same":
+            totals = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+            return [(total // 2, total - total // 2) for total in totals]
+        return [(amount, amount) for amount in self.padding]
 
     def positions_of(self, x: Tensor) -> int:
         dims = self.dimensions
         count = x.shape[0] if x.ndim == dims + 2 else 1
-        for i in range(dims):
-            pad = sum(self._pad_amounts[2 * (dims - 1 - i) : 2 * (dims - i)])
+        for i, (before, behind) in enumerate(self._paddings()):
             reach = self.dilation[i] * (self.kernel_size[i] - 1)
-            count *= (x.shape[i - dims] + pad - reach - 1) // self.stride[i] + 1
+            size = x.shape[i - dims] + before + behind
+            count *= (size - reach - 1) // self.stride[i] + 1
         return count
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding: Any = self._padding
+        padding: Any = self.padding
         if self.padding_mode != "zeros":
-            x = F.pad(x, self._pad_amounts, mode=self.padding_mode)
-            padding = (0,) * self.dimensions
+            amounts = [amount for both in reversed(self._paddings()) for amount in both]
+            x, padding = F.pad(x, amounts, mode=self.padding_mode), (0,) * self.dimensions
+        elif isinstance(padding, str) and all(a == b for a, b in self._paddings()):
+            padding = tuple(before for before, _ in self._paddings())
         if few_channels.gradient_is_slow(x, weight, padding, self.dilation):
             return few_channels.convolve(x, weight, bias, self.stride, padding)
         conv = _CONV[self.dimensions]
@@ -132,13 +151,6 @@ class LowRankConv(_AnyConv):
     def _apply_factors(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         z = self._convolve(x, self._first(v), None)  # (N, groups · rank, *positions)
         return _CONV[self.dimensions](z, self._pointwise(u), self.bias, groups=self.groups)
-
-    def _first(self, v: Tensor) -> Tensor:
-        """Give (r, in, *k) the layout (groups · r, in/groups, *k)."""
-        if self.groups == 1:
-            return v
-        _, right = self._matrices(self.u[:, : v.shape[0]], v)
-        return right.reshape(-1, self.in_channels // self.groups, *self.kernel_size)
 
     def _compose(self, u: Tensor, v: Tensor) -> Tensor:
         if self.groups == 1:  # the common case in one product
@@ -196,20 +208,20 @@ class LowRankConvTranspose(_AnyConv):
         )
         return layer._take_options(dense)
 
-    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if output_size is None:
-            return super().forward(x)
+            return super().forward(input)
         self.called_with_output_size = True
         configured = self.output_padding
         torch_rule: Any = _ConvTransposeNd._output_padding  # which output sizes can be reached
         self.output_padding = tuple(
             torch_rule(
-                self, x, output_size, self.stride, self.padding, self.kernel_size,
+                self, input, output_size, self.stride, self.padding, self.kernel_size,
                 self.dimensions, self.dilation,
             )
         )  # fmt: skip
         try:
-            return super().forward(x)
+            return super().forward(input)
         finally:
             self.output_padding = configured
 
@@ -230,12 +242,6 @@ class LowRankConvTranspose(_AnyConv):
     def _apply_factors(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         z = _CONV[self.dimensions](x, self._pointwise(self._first(v)), groups=self.groups)
         return self._convolve(z, self._second(u))  # z is (N, groups · rank, *positions)
-
-    def _first(self, v: Tensor) -> Tensor:
-        """Give (r, in) the layout (groups · r, in/groups)."""
-        if self.groups == 1:
-            return v
-        return v.view(v.shape[0], self.groups, -1).transpose(0, 1).flatten(0, 1)
 
     def _second(self, u: Tensor) -> Tensor:
         """Give (out, r, *k) the layout (groups · r, out/groups, *k)."""

@@ -30,6 +30,8 @@ def gradient_is_slow(
         _HERE
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        # inside torch.func nobody can tell whether the input's gradient will be asked for
+        and not torch._C._are_functorch_transforms_active()
         and x.ndim == weight.ndim < 5  # a batch, in one or two dimensions
         and x.shape[1] == weight.shape[1] < _CHANNELS  # equal: no groups
         and 1 < max(weight.shape[2:]) <= _LARGEST_KERNEL
@@ -63,24 +65,19 @@ def _convolution(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(
+        ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         stride: Sequence[int],
         padding: Sequence[int],
     ) -> Tensor:
-        return _convolution(x, weight, bias, stride, padding)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, ctx.stride, ctx.padding = inputs
-        ctx.kernel = weight.shape[2:]
+        ctx.kernel, ctx.stride, ctx.padding = weight.shape[2:], stride, padding
         ctx.save_for_backward(x)
         ctx.save_for_forward(x, weight)
+        return _convolution(x, weight, bias, stride, padding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
