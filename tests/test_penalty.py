@@ -16,12 +16,11 @@ from maestro_lod.layers import LowRank
 from maestro_lod.train import penalty
 
 
-@pytest.fixture(autouse=True, scope="module", params=[True, False], ids=["packed", "each"])
-def _packing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run everything with small factors packed into one vector, and with each on its own."""
+@pytest.fixture(autouse=True, scope="module", params=[True, False], ids=["small", "large"])
+def _size(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run everything as for small factors, which are squared together, and as for large ones."""
     with pytest.MonkeyPatch.context() as patch:
-        if not request.param:
-            patch.setattr(penalty, "_FEW", -1)
+        patch.setattr(penalty, "_all_small", lambda _: request.param)
         yield
 
 
@@ -182,6 +181,17 @@ def test_gradient_equals_autograd_of_the_naive_loop(kinds, seed, scale):
 def test_gradcheck(kind):
     model = low_rank_model(kind)
     assert torch.autograd.gradcheck(lambda *_: group_lasso(model), tuple(factors(model)))
+    assert torch.autograd.gradgradcheck(lambda *_: group_lasso(model), tuple(factors(model)))
+
+
+def test_a_second_derivative_is_finite_where_tails_are_zero():
+    model = low_rank_model("linear", "conv2d")
+    for layer in layers(model):
+        zero_tail(layer, 2)
+    first = torch.autograd.grad(group_lasso(model), factors(model), create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), factors(model))
+    assert all(g.isfinite().all() for g in second)
+    assert any(g.any() for g in second)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

@@ -49,9 +49,7 @@ class Costs:
         self._parts = by_factors(model)
         self._positions = None if macs is None else macs.positions
         params = count_params(model)
-        limits = {id(layer._limit) for layer in self._layers.values()}  # not deployed
-        size = sum(p.nbytes for p in model.parameters())
-        size += sum(b.nbytes for b in model.buffers() if id(b) not in limits)
+        size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         for layer in self._layers.values():
             more = layer.dense_weights - layer.weights()
             params, size = params + more, size + more * layer.u.element_size()

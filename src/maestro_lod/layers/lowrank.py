@@ -14,6 +14,7 @@ so the rank is always dimension 1 of `u` and dimension 0 of `v`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -78,9 +79,9 @@ class LowRank(nn.Module):
         self.positions = None
         self._active: int | None = None
         self._trainable: tuple[bool, bool] | None = None  # of factors that are frozen while empty
-        # The same number for compiled graphs: as a tensor it can change without a new graph.
-        limit = torch.tensor(_NO_LIMIT, device=u.device)
-        self.register_buffer("_limit", limit, persistent=False)
+        # The same number for compiled graphs: as a tensor it can change without a new graph. No
+        # buffer, which averaged copies would take over and `to_empty` would leave undefined.
+        self._limit = torch.tensor(_NO_LIMIT, device=u.device)
 
     # -- what a kind of layer defines ----------------------------------------------------------
 
@@ -196,6 +197,7 @@ class LowRank(nn.Module):
             layer._set_matrices(*svd_factors(layer._to_matrices(weight), layer.rank))
             if bias is not None and layer.bias is not None:
                 layer.bias.copy_(bias).requires_grad_(bias.requires_grad)
+        layer.freeze_if_empty()
         return layer
 
     def _set_matrices(self, left: Tensor, right: Tensor) -> None:
@@ -260,6 +262,17 @@ class LowRank(nn.Module):
             raise RankError(f"active rank {rank} is not between 0 and the stored rank {self.rank}.")
         self.__dict__["_active"] = rank  # past nn.Module's slow setattr
         self._limit.fill_(_NO_LIMIT if rank is None else rank)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._place_limit()
+        return self
+
+    def _place_limit(self) -> None:
+        """Keep the active rank that compiled graphs read beside the factors."""
+        if self._limit.device != self.u.device:
+            rank = _NO_LIMIT if self._active is None else self._active
+            self._limit = torch.tensor(rank, device=self.u.device)
 
     def _active_factors(self) -> tuple[Tensor, Tensor]:
         u, v = self.u, self.v  # once each: nn.Module looks parameters up slowly
@@ -356,6 +369,8 @@ class LowRank(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        self._place_limit()
+        self.freeze_if_empty()
 
     def _repr_rank(self) -> str:
         return f"rank={self.rank}/{self.full_rank}, bias={self.bias is not None}"

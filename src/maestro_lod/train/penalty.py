@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from maestro_lod.errors import require_nonnegative
 from maestro_lod.layers.lowrank import LowRank
@@ -103,12 +102,12 @@ def _layout(factors: Sequence[Tensor]) -> _Layout:
     return (_Layout.of if compiling else _remembered_layout)(ranks, factors[0].device)
 
 
-def _reversed_tails(factors: Sequence[Tensor]) -> Tensor:
-    """Return ‖F_b:‖ for every rank b of every factor as (factors, largest rank), last rank first.
+def _tail_squares(factors: Sequence[Tensor]) -> Tensor:
+    """Return ‖F_b:‖² for every rank b of every factor as (factors, largest rank), last rank first.
 
     Where a factor has fewer ranks, zeros come first.
     """
-    return _layout(factors).reversed_rows(_rank_squares(factors)).cumsum(1).sqrt_()
+    return _layout(factors).reversed_rows(_rank_squares(factors)).cumsum(1)
 
 
 def _scaled(factors: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
@@ -135,88 +134,29 @@ def _factors(layers: Iterable[LowRank]) -> list[Tensor]:
 class _GroupLasso(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: float, *factors: Tensor) -> Tensor:
-        tails = _reversed_tails(factors)
+        squares = _tail_squares(factors)
         ctx.weight = weight
-        ctx.save_for_backward(tails, *factors)
-        return tails.sum().mul_(weight)
+        ctx.save_for_backward(squares, *factors)
+        return squares.sqrt().sum().mul_(weight)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tails, *factors = ctx.saved_tensors
-        scales = _gradient_scales(tails).mul_(ctx.weight * grad)
+        squares, *factors = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient will be differentiated too
+            squares = _tail_squares(factors)
+        scales = _gradient_scales(squares).mul_(ctx.weight * grad)
         needed = ctx.needs_input_grad[1:]
         gradients = _scaled(factors, scales)
         return None, *(g if need else None for g, need in zip(gradients, needed, strict=True))
 
 
-def _gradient_scales(reversed_tails: Tensor) -> Tensor:
+def _gradient_scales(tail_squares: Tensor) -> Tensor:
     """Return what each rank is multiplied with in the gradient, the first rank first.
 
     Rank j is in the groups b ≤ j, and d‖F_b:‖/dF_j = F_j/‖F_b:‖; a zero tail counts as zero.
     """
-    inverse = reversed_tails.reciprocal().nan_to_num_(nan=math.nan, posinf=0.0)
+    inverse = tail_squares.masked_fill(tail_squares == 0, math.inf).rsqrt()
     return inverse.flip(1).cumsum(1)
-
-
-_FEW = 16384  # scalars: factors with no more than this in all are packed into one vector
-
-
-class _PackedGroupLasso(torch.autograd.Function):
-    """The same for few scalars, where calls cost more than arithmetic: one vector, a third of them.
-
-    The vector holds all factors end to end; `owners` says for each scalar which rank it belongs to.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: float, *factors: Tensor) -> Tensor:
-        shapes = tuple(f.shape for f in factors)
-        layout, owners = _layout(factors), _owners(shapes, factors[0].device)
-        vector = torch.cat([f.reshape(-1) for f in factors])
-        squares = vector.new_zeros(len(layout.cells)).scatter_add_(0, owners, vector * vector)
-        tails = layout.reversed_rows([squares]).cumsum(1).sqrt_()
-        ctx.weight, ctx.shapes, ctx.layout = weight, shapes, layout
-        ctx.save_for_backward(tails, vector)
-        return tails.sum().mul_(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tails, vector = ctx.saved_tensors
-        owners = _owners(ctx.shapes, vector.device)
-        by_rank = ctx.layout.flat(_gradient_scales(tails)).mul_(ctx.weight * grad)
-        sizes = [shape.numel() for shape in ctx.shapes]
-        gradients = torch.split(by_rank.index_select(0, owners).mul_(vector), sizes)
-        return None, *(
-            gradient.view(shape) if need else None
-            for gradient, shape, need in zip(
-                gradients, ctx.shapes, ctx.needs_input_grad[1:], strict=True
-            )
-        )
-
-
-@functools.lru_cache(maxsize=64)
-def _owners(shapes: tuple[torch.Size, ...], device: torch.device) -> Tensor:
-    """Return for each scalar of factors u, v, u, v, … laid end to end the rank it belongs to."""
-    owners, start = [], 0
-    for i, shape in enumerate(shapes):
-        rank = shape[1 - i % 2]
-        along = [1] * len(shape)
-        along[1 - i % 2] = rank
-        owners.append((torch.arange(rank) + start).view(along).expand(shape).reshape(-1))
-        start += rank
-    return torch.cat(owners).to(device)
-
-
-def _pack_well(factors: Sequence[Tensor]) -> bool:
-    """Say whether there are so few scalars, all of one wide type, that packing them pays."""
-    first = factors[0]
-    return (
-        not torch.compiler.is_compiling()
-        and first.dtype in (torch.float32, torch.float64)
-        and sum(f.numel() for f in factors) <= _FEW
-        and all(f.dtype == first.dtype and f.device == first.device for f in factors)
-    )
 
 
 def group_lasso(model: nn.Module) -> Tensor:
@@ -229,9 +169,8 @@ def group_lasso(model: nn.Module) -> Tensor:
 
 def weighted_group_lasso(layers: Iterable[LowRank], weight: float) -> Tensor:
     """Return the hierarchical group lasso of some layers, times a weight."""
-    factors = _factors(layers)
-    function: Any = _PackedGroupLasso if _pack_well(factors) else _GroupLasso
-    penalty: Tensor = function.apply(weight, *factors)
+    function: Any = _GroupLasso
+    penalty: Tensor = function.apply(weight, *_factors(layers))
     return penalty
 
 
@@ -239,7 +178,7 @@ def weighted_group_lasso(layers: Iterable[LowRank], weight: float) -> Tensor:
 def importance(model: nn.Module) -> dict[str, Tensor]:
     """Return ‖U_b:‖·‖V_b:‖ for b = 1 … rank of each layer: what `shrink` compares."""
     layers = require_low_rank(model)
-    tails = _reversed_tails(_factors(layers.values())).flip(1)
+    tails = _tail_squares(_factors(layers.values())).sqrt().flip(1)
     return {
         name: tails[2 * i, : layer.rank] * tails[2 * i + 1, : layer.rank]
         for i, (name, layer) in enumerate(layers.items())
