@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import os
@@ -383,6 +384,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "ranks of another type": (lambda p: rewrite(p, {"ranks": "[1, 2]"}), "damaged"),
     "rank of another type": (lambda p: rewrite(p, {"ranks": '{"5": "4"}'}), "damaged|another"),
     "broken aliases": (lambda p: rewrite(p, {"aliases": '{"5.u": "nowhere"}'}), "damaged|another"),
+    "head of no embedding": (lambda p: rewrite(p, {"heads": '{"5": "zzz"}'}), "damaged"),
+    "heads of another type": (lambda p: rewrite(p, {"heads": "[1]"}), "damaged"),
     "missing factor": (lambda p: rewrite(p, {}, **{"5.v": None}), r"another model.*5\.v"),
     "missing buffer": (
         lambda p: rewrite(p, {}, **{"1.running_mean": None}),
@@ -911,3 +914,44 @@ def test_a_file_without_a_frontier_says_how_to_get_one(path: Path) -> None:
     lod.save(model, path)
     with pytest.raises(CheckpointError, match="no frontier"):
         lod.load(path, into=blank(), max_params=0.5)
+
+
+def test_a_read_may_give_less_than_it_was_asked_for() -> None:
+    """The system gives at most 2 GiB at once, and less where it likes."""
+
+    class Sips(io.BytesIO):
+        def readinto(self, buffer: Any) -> int:
+            return super().readinto(memoryview(buffer)[:3])
+
+    content = bytes(range(10))
+    raw = bytearray(10)
+    assert checkpoint._filled(raw, Sips(content))
+    assert bytes(raw) == content
+    assert not checkpoint._filled(bytearray(11), Sips(content))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e8m0fnu], ids=str)
+def test_what_can_be_saved_can_be_loaded(dtype: torch.dtype, path: Path) -> None:
+    saved, loaded = lod.decompose(net()), net()
+    saved.register_buffer("scale", torch.tensor([1.0, 2.0]).to(dtype))
+    loaded.register_buffer("scale", torch.ones(2).to(dtype))
+    lod.save(saved, path)
+    lod.load(path, into=loaded)
+    assert torch.equal(loaded.scale.float(), saved.scale.float())
+
+
+def test_a_model_without_memory_cannot_be_saved(path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"0\.u is on the meta device"):
+        lod.save(lod.decompose(net()).to("meta"), path)
+    assert not path.exists()
+
+
+def test_compiled_models_are_saved_and_loaded_by_their_own_names(path: Path) -> None:
+    model = trained_net().eval()
+    compiled = torch.compile(model, backend="eager")
+    lod.save(compiled, path)
+    x = torch.randn(X)
+    torch.testing.assert_close(lod.load(path, into=net()).eval()(x), model(x), **CLOSE)
+    again = torch.compile(net(), backend="eager")
+    assert lod.load(path, into=again, ranks=2) is again
+    assert lod.ranks(again) == dict.fromkeys(lod.ranks(model), 2)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from maestro_lod import LoD, at_ranks, decompose, ranks, shrink
+from maestro_lod import LoD, at_ranks, decompose, load, ranks, save, shrink
 from maestro_lod.errors import TrainingError
 from maestro_lod.layers import LowRank
 
@@ -312,3 +313,23 @@ def test_gradient_checkpointing_is_exact_with_a_full_pass(use_reentrant):
             train.backward(lambda m=model, x=x: m(x), lambda o, y=y: F.cross_entropy(o, y))
         results.append(gradients(model))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_copy_of_the_active_rank_cannot_go_astray(tmp_path):
+    """Graphs read it from a tensor, which what moves and copies tensors must not touch."""
+    model, (x, _) = low_rank_model(), batch()
+    expected = model(x)
+    save(model, tmp_path / "m.safetensors")
+    empty = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+    for layer in empty.modules():
+        if isinstance(layer, LowRank):
+            assert layer._limit == model[0]._limit
+    load(tmp_path / "m.safetensors", into=empty)
+    assigned = copy.deepcopy(model).to("meta")
+    assigned.load_state_dict(model.state_dict(), assign=True)
+    averaged = AveragedModel(model)
+    with at_ranks(model, 1):
+        averaged.update_parameters(model)
+    for other in (empty, assigned, averaged.module):
+        compiled = torch.compile(other, backend="eager")
+        torch.testing.assert_close(compiled(x), expected)

@@ -53,3 +53,18 @@ def test_every_error_belongs_to_one_family():
     own = [cls for _, cls in errors if cls.__module__ == "maestro_lod.errors"]
     assert len(own) > 1
     assert all(issubclass(cls, maestro_lod.MaestroError) for cls in own)
+
+
+def test_everything_can_be_imported_without_extras():
+    block = f"import sys; sys.modules.update(dict.fromkeys({sorted(OPTIONAL)!r}))"
+    code = f"""{block}
+from maestro_lod import *
+import maestro_lod
+try:
+    maestro_lod.tune
+except maestro_lod.MaestroError as error:
+    print(error)
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "pip install 'maestro-lod[tune]'" in done.stdout

@@ -24,6 +24,7 @@ from maestro_lod import (
     group_lasso,
     importance,
     ranks,
+    set_ranks,
 )
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.layers import LowRank
@@ -354,11 +355,15 @@ BAD_OPTIONS = [
     {"penalty": -1.0},
     {"penalty": float("nan")},
     {"penalty": float("inf")},
+    {"penalty": None},
+    {"penalty": "a"},
+    {"threshold": True},
     {"threshold": -1e-9},
     {"threshold": float("nan")},
     {"min_rank": -1},
     {"min_rank": 1.5},
     {"sampling": "sometimes"},
+    {"sampling": None},
     {"distill": True},
 ]
 
@@ -881,3 +886,26 @@ def test_weights_that_sum_to_one_average_over_batches():
     (total + 0.1 * group_lasso(model)).backward()
     assert_close(ours, gradients(model))
     assert train.state_dict()["steps"] == 3
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(TrainingError, match="None is no optimizer"):
+        LoD(low_rank_model(), None)
+
+
+def test_what_is_no_state_is_refused_and_changes_nothing():
+    train = LoD(model := low_rank_model(), sgd(model))
+    before = train.state_dict()
+    with pytest.raises(TrainingError, match=r"no state of a LoD.*sampler"):
+        train.load_state_dict({"epoch": 3, "ranks": ranks(model)})
+    assert train.epoch == before["epoch"]
+
+
+def test_a_model_that_runs_at_fewer_ranks_is_not_trained():
+    """Layers that are not drawn would stay at that rank, and nobody would see it."""
+    model = low_rank_model()
+    set_ranks(model, 1)
+    with pytest.raises(MaestroError, match=r"training goes by the stored ranks.*set_ranks"):
+        LoD(model, sgd(model))
+    set_ranks(model, None)
+    LoD(model, sgd(model))

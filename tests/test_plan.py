@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -287,3 +290,47 @@ def test_subclasses_are_left_alone_because_their_forward_may_differ(
     lod.decompose(model)
     assert model["own"] is own and low_rank_names(model) == ["plain"]
     assert not [m for m in own.modules() if isinstance(m, LowRank)]
+
+
+class HeldElsewhere(TwoLayers):
+    """Calls a layer through something that torch does not look into."""
+
+    def __init__(self, hold: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.held = hold(self.read)
+
+
+HOLDERS: dict[str, Callable[[nn.Module], Any]] = {
+    "list": lambda layer: [layer],
+    "partial": lambda layer: functools.partial(layer),
+    "argument": lambda layer: functools.partial(map, layer),
+    "bound method": lambda layer: layer.forward,
+    "namespace": lambda layer: types.SimpleNamespace(layer=layer),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_a_layer_that_is_held_elsewhere_too_is_left_alone(hold: Callable[[nn.Module], Any]) -> None:
+    model = HeldElsewhere(hold)
+    assert "also held by held" in lod.survey(model).left_alone["read"]
+    assert low_rank_names(lod.decompose(model)) == ["called"]
+
+
+def test_only_whole_words_say_that_a_method_does_not_run() -> None:
+    class Properties(TwoLayers):
+        def properties(self) -> Tensor:  # contains "tie"
+            return self.read.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.called(x @ self.properties())
+
+    model, x = Properties(), torch.randn(3, D)
+    expected = model(x)
+    assert low_rank_names(lod.decompose(model)) == ["called"]
+    torch.testing.assert_close(model(x), expected, **CLOSE)
+
+
+def test_a_dtype_that_cannot_be_factored_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to(torch.float8_e4m3fn))
+    assert "float8" in lod.survey(model).left_alone["1"]
+    assert low_rank_names(lod.decompose(model)) == ["0"]

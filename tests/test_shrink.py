@@ -18,7 +18,17 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from maestro_lod import LoD, MaestroError, at_ranks, decompose, importance, ranks, shrink
+from maestro_lod import (
+    LoD,
+    MaestroError,
+    at_ranks,
+    decompose,
+    importance,
+    load,
+    ranks,
+    save,
+    shrink,
+)
 from maestro_lod.layers import LowRank
 
 KEEP = {"0": 2, "3": 4, "5": 1}
@@ -366,6 +376,19 @@ def test_state_that_cannot_be_matched_starts_anew(caplog):
     train_linear(model, optimizer, 2)
 
 
+@pytest.mark.parametrize("way", ["decompose", "load"])
+@pytest.mark.parametrize("make", (ELEMENTWISE | MIXING).values(), ids=ELEMENTWISE | MIXING)
+def test_training_goes_well_without_one_layers_ranks(make, way, tmp_path):
+    dense = nn.Sequential(nn.Linear(8, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False))
+    if way == "decompose":
+        model = decompose(dense, ranks={"2": 0})
+    else:
+        save(linear_model(), tmp_path / "m.safetensors")
+        model = load(tmp_path / "m.safetensors", into=dense, ranks={"2": 0})
+    train_linear(model, make(list(model.parameters())), 2)
+    assert ranks(model)["2"] == 0
+
+
 @pytest.mark.parametrize("resumed", [False, True], ids=["at once", "resumed"])
 @pytest.mark.parametrize("make", (ELEMENTWISE | MIXING).values(), ids=ELEMENTWISE | MIXING)
 def test_training_goes_on_after_a_layer_is_gone(make, resumed):
@@ -611,3 +634,15 @@ def test_a_sharded_model_is_refused(process_group):
     with pytest.raises(MaestroError, match="FSDP"):
         shrink(model, threshold=1e9)
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == before
+
+
+def test_a_plain_copy_is_no_averaged_model():
+    model = linear_model()
+    with pytest.raises(MaestroError, match=r"ema is a Sequential.*AveragedModel"):
+        shrink(model, threshold=1e-9, ema=copy.deepcopy(model))
+
+
+def test_a_wrapped_model_is_not_decomposed(process_group):
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    with pytest.raises(MaestroError, match="Decompose the model first"):
+        decompose(wrapped)

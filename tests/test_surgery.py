@@ -907,3 +907,66 @@ def test_half_precision_models_decompose() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert isinstance(model.fc1, LowRankLinear)
     assert model(torch.randn(2, 1, 28, 28, dtype=torch.bfloat16)).isfinite().all()
+
+
+def test_fuse_is_refused_while_fewer_ranks_run(snapshot: Callable[[nn.Module], Any]) -> None:
+    model = lod.decompose(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    lod.set_ranks(model, {"1": 3})
+    before = snapshot(model)
+    with pytest.raises(MaestroError, match=r"fuse goes by the stored ranks, but 1 run"):
+        lod.fuse(model)
+    before.assert_unchanged(model)
+    lod.set_ranks(model, None)
+    lod.fuse(model)
+
+
+class Scaled(nn.Module):
+    """Reads something that it has put on a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.fc.gain = [0.5]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.fc.gain[0]
+
+
+@pytest.mark.parametrize("rank", [2, 8])
+def test_what_a_user_put_on_a_layer_stays_with_it(rank: int) -> None:
+    model = lod.decompose(Scaled(), ranks=rank)
+    x = torch.randn(2, 8)
+    expected = model(x)
+    plain = lod.extract(model)
+    torch.testing.assert_close(plain(x), expected)
+    assert plain.fc.gain is not model.fc.gain
+    torch.testing.assert_close(lod.fuse(model)(x), expected)
+
+
+def test_compiled_models_have_the_names_that_users_know() -> None:
+    x = torch.randn(2, 8)
+    model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), backend="eager")
+    expected = model(x)
+    assert lod.decompose(model, only="0") is model
+    assert lod.ranks(model) == {"0": 8}
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert [row.name for row in lod.survey(model).layers] == ["0", "1"]
+    assert [row.name for row in lod.summary(model, x).layers] == ["0", "1"]
+    assert type(lod.extract(model, {"0": 2})) is nn.Sequential
+    with lod.at_ranks(model, ranks={"0": 2}):
+        assert model.get_submodule("_orig_mod.0").active_rank == 2
+    assert lod.fuse(model) is model
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [None, "model", nn.Linear])
+def test_what_is_no_model_is_refused(wrong: Any) -> None:
+    with pytest.raises(MaestroError, match=r"a model is an nn\.Module, not a"):
+        lod.decompose(wrong)
+
+
+def test_a_name_with_brackets_is_a_pattern_for_itself() -> None:
+    model = nn.Sequential()
+    model.add_module("a[0]", nn.Linear(4, 4))
+    model.add_module("b", nn.Linear(4, 4))
+    assert lod.ranks(lod.decompose(model, only="a[0]")) == {"a[0]": 4}

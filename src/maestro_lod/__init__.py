@@ -8,7 +8,7 @@ from maestro_lod.cost import summary
 from maestro_lod.deploy.export import export, rebuild
 from maestro_lod.deploy.frontier import Frontier, frontier
 from maestro_lod.deploy.latency import latency, round_ranks
-from maestro_lod.errors import MaestroError
+from maestro_lod.errors import MaestroError, OptionError
 from maestro_lod.layers.ranks import at_ranks, ranks, set_ranks
 from maestro_lod.plan import survey
 from maestro_lod.surgery import decompose, extract, fuse
@@ -43,12 +43,16 @@ __all__ = [
     "shrink",
     "summary",
     "survey",
-    "tune",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import `tune` when it is asked for: it needs the extra maestro-lod[tune]."""
     if name == "tune":
-        return importlib.import_module("maestro_lod.train.tune").tune
+        try:
+            return importlib.import_module("maestro_lod.train.tune").tune
+        except ModuleNotFoundError as error:
+            if error.name == "optuna":
+                raise OptionError("tune needs Optuna: pip install 'maestro-lod[tune]'.") from error
+            raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

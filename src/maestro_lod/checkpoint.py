@@ -33,7 +33,7 @@ from maestro_lod.layers import (
     SharedHead,
     low_rank_type,
 )
-from maestro_lod.layers.ranks import Ranks, low_rank_layers, require_low_rank, resolve
+from maestro_lod.layers.ranks import Ranks, low_rank_layers, require_low_rank, resolve, unwrapped
 from maestro_lod.surgery import (
     copy_on_meta,
     hand_over,
@@ -55,6 +55,7 @@ def save(
 
     With its frontier in the file, `load` can choose a size by what it may cost.
     """
+    model = unwrapped(model)
     layers = require_low_rank(model)
     rank_major = {f"{name}.u".lstrip(".") for name in layers}
     tensors: dict[str, Tensor] = {}
@@ -67,6 +68,8 @@ def save(
                 f"{key} is extra state of type {type(value).__name__}, which safetensors cannot "
                 "hold. Save it separately."
             )
+        if value.is_meta:
+            raise CheckpointError(f"{key} is on the meta device: there is nothing to save.")
         where = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() and where in first:
             aliases[key] = first[where]
@@ -214,7 +217,8 @@ def load(
         with safe_open(path, framework="pt") as file:
             if limits:
                 ranks = _ranks_within(file, path, ranks, limits)
-            return _load(file, path, into, ranks)
+            loaded = _load(file, path, unwrapped(into), ranks)
+            return into if loaded is unwrapped(into) else loaded
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist.") from None
     except (SafetensorError, OSError) as error:
@@ -287,7 +291,7 @@ def _read(path: Path, rows: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
                 shape[0] = min(shape[0], rows[key])
             raw = bytearray(math.prod(shape) * dtype.itemsize)
             file.seek(8 + length + entry["data_offsets"][0])
-            if file.readinto(raw) != len(raw):
+            if not _filled(raw, file):
                 raise OSError(f"the file ends within {key}")
             yield (
                 key,
@@ -297,12 +301,21 @@ def _read(path: Path, rows: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
             )
 
 
+def _filled(raw: bytearray, file: Any) -> bool:
+    """Read until the buffer is full, which takes several reads beyond 2 GiB; False if it ends."""
+    left = memoryview(raw)
+    while left and (count := file.readinto(left)):
+        left = left[count:]
+    return not left
+
+
 _DTYPE = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
     "U16": torch.uint16, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64,
     "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
     "F64": torch.float64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 """What safetensors calls torch's dtypes."""
 
@@ -346,9 +359,10 @@ def _header(file: Any, path: Path) -> tuple[_Structure, dict[str, str]]:
     if not (
         all(type(rank) is int and rank >= 0 for rank in ranks.values())
         and all(first in shapes for first in aliases.values())
+        and all(embedding in ranks for embedding in heads.values())
         and all(len(shapes.get(f"{n}.{f}".lstrip("."), (0, 0))) > 1 for n in ranks for f in "uv")
     ):
-        raise ValueError("ranks, aliases and factors do not belong together")
+        raise ValueError("ranks, heads, aliases and factors do not belong together")
     return _Structure(ranks, list(opened), dict(heads)), aliases
 
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maestro_lod.errors import LayerError, OptionError
 from maestro_lod.layers import LowRank, Matrix, Recurrent, SharedHead, low_rank_type
-from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.layers.ranks import low_rank_layers, unwrapped
 from maestro_lod.surgery import copy_on_meta, replace_modules
 from maestro_lod.table import table
 
@@ -96,6 +96,7 @@ def summary(model: nn.Module, example: Example) -> Summary:
 
     MACs are those of the whole example, so give it batch size 1 for MACs per sample.
     """
+    model = unwrapped(model)
     macs = dense_macs(model, example)
     rows = list(_rows(model, macs))
     params = count_params(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Iterable
 
 
@@ -49,11 +50,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def require_nonnegative(option: str, value: float) -> float:
-    """Return the value as a float, or refuse one that is negative, NaN or infinite."""
-    number = float(value)
-    if not 0.0 <= number < float("inf"):
+    """Return the value as a float, or refuse what is no number, negative, NaN or infinite."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not 0.0 <= float(value) < float("inf"):
         raise OptionError(f"{option}={value!r} must be a finite number that is zero or larger.")
-    return number
+    return float(value)
 
 
 def require_whole(option: str, value: int) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from maestro_lod.layers import (
     low_rank_type,
     low_rank_type_of,
 )
-from maestro_lod.layers.ranks import Ranks, matches, resolve
+from maestro_lod.layers.ranks import Ranks, matches, resolve, unwrapped
 from maestro_lod.table import table
 
 Where = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -124,6 +125,12 @@ class Plan:
     ) -> None:
         if tied not in ("keep", "share"):
             raise OptionError(f"tied={tied!r} is not known. Choose 'keep' or 'share'.")
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise LayerError(
+                "the model is inside DistributedDataParallel, which would go on with the old "
+                "parameters. Decompose the model first, then wrap it."
+            )
+        model = unwrapped(model)
         self.rows, self.dense, self.opened, self.heads = {}, {}, {}, {}
         self._linear: dict[str, nn.Module] = {}  # the heads themselves
         self._obstacles = _Obstacles(model)
@@ -256,7 +263,7 @@ class _Obstacles:
     def __init__(self, model: nn.Module) -> None:
         # memory -> who has it: (name of the module, of the parameter, the module)
         self._owners: dict[int, list[tuple[str, str, nn.Module]]] = defaultdict(list)
-        self._holders: dict[int, str] = {}  # module -> the plain container that also holds it
+        self._holders: dict[int, str] = {}  # module -> the attribute that also holds it
         self._readers: dict[int, str] = {}  # module -> the class whose code reads its weight
         self._wrappers: dict[int, str] = {}  # module -> the class of the adapter around it
         for name, module in model.named_modules():
@@ -331,7 +338,7 @@ class _Obstacles:
         return self._to_replacing(module)
 
     def _to_parameter(self, weight: nn.Parameter) -> str:
-        if type(weight) is not nn.Parameter or not weight.dtype.is_floating_point:
+        if type(weight) is not nn.Parameter or weight.dtype not in _DTYPES:
             return f"its weight is a {type(weight).__name__} of {weight.dtype}"
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             return "its weight carries tensor hooks, which its factors could not honour"
@@ -348,7 +355,7 @@ class _Obstacles:
         if "forward" in vars(module):
             return "its forward was replaced on the instance"
         if id(module) in self._holders:
-            return f"it is also held by the plain container {self._holders[id(module)]}"
+            return f"it is also held by {self._holders[id(module)]}, which torch does not look into"
         if id(module) in self._wrappers:
             return f"it is wrapped by {self._wrappers[id(module)]}, which may change its weight"
         if id(module) in self._readers:
@@ -381,12 +388,18 @@ class _Obstacles:
 
 
 def _modules_in(value: Any) -> Iterator[nn.Module]:
-    """Find the modules in an attribute: itself, or in lists, tuples, sets and dicts."""
+    """Find the modules in an attribute: itself, in plain containers, or bound to a function."""
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, dict | list | tuple | set):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _modules_in(item)
+    elif isinstance(value, functools.partial):
+        yield from _modules_in((value.func, value.args, value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from _modules_in(value.__self__)
+    elif isinstance(value, types.SimpleNamespace):
+        yield from _modules_in(vars(value))
 
 
 def _descendant(module: nn.Module, path: str) -> nn.Module | None:
@@ -405,12 +418,16 @@ def _weight_names(module: nn.Module) -> list[str]:
     return [name for names in module._all_weights for name in names]
 
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Of weights that can be factored and trained."""
+
+
 def _memory(parameter: torch.Tensor) -> int:
     """Return what two parameters have in common iff they are tied."""
     return id(parameter) if parameter.is_meta else parameter.data_ptr()
 
 
-_NO_FORWARD = re.compile("init|reset|resize|tie|load|save|prune")
+_NO_FORWARD = re.compile("(^|_)(init|reset|resize|tie|load|save|prune)(_|$)")
 """Names of methods that may well read weights: they do not run while the model computes."""
 
 _READ = re.compile(
@@ -420,7 +437,7 @@ _READ = re.compile(
 """How code reads the weights of a submodule: of a plain layer, a recurrent one, attention."""
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def weights_read_by(kind: type) -> frozenset[str]:
     """Return the submodules whose weights a class reads in its code, outside of initialization.
 
@@ -439,7 +456,7 @@ def weights_read_by(kind: type) -> frozenset[str]:
     return frozenset(found)
 
 
-@lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=8192)
 def _weights_read_in(method: Callable[..., Any]) -> frozenset[str]:
     try:
         source = inspect.getsource(method)

@@ -19,7 +19,13 @@ from maestro_lod.layers import (
     SharedHead,
     low_rank_type,
 )
-from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve_for
+from maestro_lod.layers.ranks import (
+    Ranks,
+    require_all_active,
+    require_low_rank,
+    resolve_for,
+    unwrapped,
+)
 from maestro_lod.plan import Plan, Tied, Where
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -86,6 +92,16 @@ def decompose(
         assert kind is not None
         new[id(dense[name])] = kind.from_dense(dense[name], rank)
     # up to here nothing has been changed, and from here on nothing can fail
+    _carry_out(unwrapped(model), plan, dense, new)
+    changed = replace_modules(unwrapped(model), new)
+    switch_off_fast_paths(changed)
+    return model if changed is unwrapped(model) else changed
+
+
+def _carry_out(
+    model: nn.Module, plan: Plan, dense: Mapping[str, nn.Module], new: dict[int, nn.Module]
+) -> None:
+    """Give low-rank layers what their dense ones had, and add what they are part of to `new`."""
     modules = dict(model.named_modules())
     for name, module in dense.items():
         if name in modules:
@@ -100,9 +116,6 @@ def decompose(
         assert isinstance(factors, LowRankEmbedding)
         new[id(old)] = SharedHead(factors, old._parameters.get("bias"))
         hand_over_hooks(old, new[id(old)])
-    model = replace_modules(model, new)
-    switch_off_fast_paths(model)
-    return model
 
 
 def own_memory(opened: nn.Module, new: Mapping[int, nn.Module]) -> None:
@@ -135,6 +148,7 @@ def fuse(model: nn.Module, *, by: By = "params") -> nn.Module:
     holds the factors does not follow.
     """
     layers = require_low_rank(model)
+    require_all_active(model, "fuse")
     new: dict[int, nn.Module] = {}
     for name in _better_dense(model, {name: layer.rank for name, layer in layers.items()}, by):
         layer = layers[name]
@@ -147,7 +161,8 @@ def fuse(model: nn.Module, *, by: By = "params") -> nn.Module:
         elif (closed := _closed(module, new)) is not None:
             new[id(module)] = closed
             hand_over_hooks(module, closed)
-    return replace_modules(model, new)
+    fused = replace_modules(unwrapped(model), new)
+    return model if fused is unwrapped(model) else fused
 
 
 def _better_dense(model: nn.Module, ranks: Mapping[str, int], by: By) -> list[str]:
@@ -182,12 +197,14 @@ def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") 
 
     A layer becomes one dense layer where that is better (`by` as in `fuse`), else a `Sequential` of
     two; a recurrent layer is always torch's own, and so is attention where all its projections are
-    dense. Layers that `ranks` does not name keep their stored rank; rank 0 becomes one rank of
+    dense. `ranks` as for `decompose`: a share is one of the full rank, whatever is stored. Layers
+    that it does not name keep their stored rank; rank 0 becomes one rank of
     zeros, since no plain layer has none. Hooks are left out, except those by which torch computes
     weights (weight norm and the like). The copy runs and pickles without this library, except
     where attention keeps low-rank projections: it is then `maestro_lod.layers.Attention`, a class
     in a file of its own that needs torch alone.
     """
+    model = unwrapped(model)
     layers = require_low_rank(model)
     chosen = resolve_for(model, ranks)
     dense = set(_better_dense(model, chosen, by))
@@ -216,12 +233,11 @@ def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") 
 
 def plain_form(layer: LowRank, rank: int | None, form: Form) -> nn.Module:
     """Return plain layers that compute what this one does at the rank, in a form it can have."""
-    if form == "factored" and layer.has_factored_form:
-        factors = layer.factored(rank)
-        for key in layer.options:  # code of a model may read them
-            setattr(factors, key, getattr(layer, key))
-        return factors
-    return layer.plain_dense(rank)
+    factored = form == "factored" and layer.has_factored_form
+    plain = layer.factored(rank) if factored else layer.plain_dense(rank)
+    for key in (*(layer.options if factored else ()), *layer.handed_over):
+        setattr(plain, key, copy.deepcopy(getattr(layer, key)))  # code of a model may read them
+    return plain
 
 
 def copy_without_hooks(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -264,10 +280,11 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
     hand_over_hooks(old, new)
     if "bias" in old._parameters:
         new.bias = old.bias
-    if isinstance(new, LowRank):
-        for key, value in vars(old).items():
-            if not hasattr(new, key):  # something that a user put on the layer
-                setattr(new, key, value)
+    if isinstance(new, LowRank):  # what a user put on the layer
+        new.handed_over = tuple(key for key in vars(old) if not hasattr(new, key))
+    for layer in (old, new):
+        for key in layer.handed_over if isinstance(layer, LowRank) else ():
+            setattr(new, key, getattr(old, key))
 
 
 def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:

@@ -17,7 +17,7 @@ from maestro_lod.deploy.points import Frontier, Point
 from maestro_lod.deploy.replay import Loss, Replay, batch_statistics, number
 from maestro_lod.deploy.search import METHODS, Costs, Search, given
 from maestro_lod.errors import LayerError, OptionError, listed, nearest, require_whole
-from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for
+from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
 
 __all__ = ["Frontier", "Point", "frontier"]
 
@@ -62,7 +62,7 @@ def frontier(
     has learnt: a search that was killed goes on from there, with the same result. `memory` limits
     the bytes of outputs that are remembered to save time.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    model = unwrapped(model)
     _require_options(method, cost, step, until)
     require_whole("memory", memory)
     layers = require_low_rank(model)

@@ -1,8 +1,8 @@
 """Convolutions over one or two channels, such as grey images or sound, with a faster gradient.
 
-On processors with AVX2, oneDNN computes the gradient of such a weight as if it had eight channels.
-For three it has a kernel of its own, which takes about half the time. So the gradient is taken of
-an input with one or two channels of zeros more, and what belongs to them is dropped; the forward,
+Where AVX2 are the widest vectors, oneDNN computes the gradient of such a weight as if it had eight
+channels. For three it has a kernel of its own, which is faster. So the gradient is taken of an
+input with one or two channels of zeros more, and what belongs to them is dropped; the forward,
 which has no such gap, stays as it is. `benchmarks/few_channels.py` measures where this pays.
 """
 

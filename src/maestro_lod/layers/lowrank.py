@@ -61,6 +61,8 @@ class LowRank(nn.Module):
     """The shape (m, n) of the matrix that each group factors."""
     positions: int | None
     """Where the last forward applied the weight (batch included); None if there was none."""
+    handed_over: tuple[str, ...] = ()
+    """The names of what a user had put on the dense layer."""
     _limit: Tensor
 
     def __init__(

@@ -19,9 +19,17 @@ An int is a rank, a float in (0, 1) a share of the full rank.
 """
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside torch.compile's wrapper, which would change all names."""
+    if not isinstance(model, nn.Module):
+        raise LayerError(f"a model is an nn.Module, not a {type(model).__name__}.")
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
 def low_rank_layers(model: nn.Module) -> dict[str, LowRank]:
     """Return the low-rank layers of a model by dotted name, each once."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, LowRank)}
+    return {name: m for name, m in unwrapped(model).named_modules() if isinstance(m, LowRank)}
 
 
 def ranks(model: nn.Module) -> dict[str, int]:
@@ -39,10 +47,21 @@ def require_low_rank(model: nn.Module) -> dict[str, LowRank]:
     return layers
 
 
+def require_all_active(model: nn.Module, what: str) -> None:
+    """Refuse a model that runs at fewer ranks than it stores, where that would be overlooked."""
+    fewer = [n for n, m in low_rank_layers(model).items() if m.active_rank < m.rank]
+    if fewer:
+        raise RankError(
+            f"{what} goes by the stored ranks, but {listed(fewer)} run at fewer. Leave at_ranks, "
+            "or call set_ranks(model, None), first."
+        )
+
+
 def matches(name: str, pattern: str) -> bool:
     """Say whether a glob pattern names this layer or a module that contains it."""
     parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:i]), pattern) for i in range(1, len(parts) + 1))
+    prefixes = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+    return pattern in prefixes or any(fnmatchcase(prefix, pattern) for prefix in prefixes)
 
 
 def resolve(given: Ranks, layers: Mapping[str, tuple[int, int]]) -> dict[str, int]:
@@ -74,6 +93,10 @@ def resolve(given: Ranks, layers: Mapping[str, tuple[int, int]]) -> dict[str, in
     return chosen
 
 
+def _limits(layers: Mapping[str, LowRank]) -> dict[str, tuple[int, int]]:
+    return {name: (layer.rank, layer.full_rank) for name, layer in layers.items()}
+
+
 def _one_rank(value: object, name: str, full: int, limit: int | None) -> int:
     """Check one rank or ratio; `limit` is the largest allowed rank, None if larger ones are cut."""
     what = f"rank {value!r} for {name or 'the model itself'}"
@@ -96,35 +119,32 @@ def resolve_for(model: nn.Module, given: Ranks | None) -> dict[str, int]:
     layers = require_low_rank(model)
     chosen = {name: layer.rank for name, layer in layers.items()}
     if given is not None:
-        limits = {name: (layer.rank, layer.full_rank) for name, layer in layers.items()}
-        chosen |= resolve(given, limits)
+        chosen |= resolve(given, _limits(layers))
     return chosen
 
 
 @contextmanager
-def at_ranks(model: nn.Module, given: Ranks) -> Iterator[nn.Module]:
+def at_ranks(model: nn.Module, ranks: Ranks) -> Iterator[nn.Module]:
     """Run the submodel at these ranks inside the `with` block, without a copy.
 
-    Layers that are not named stay as they are. What was active before is restored on leaving,
+    `ranks` as for `decompose`: a share is one of the full rank, whatever is stored. Layers that are
+    not named stay as they are. What was active before is restored on leaving,
     whatever happens. Cover the backward too: activation checkpointing runs the forward again.
     """
     layers = require_low_rank(model)
-    limits = {name: (layer.rank, layer.full_rank) for name, layer in layers.items()}
-    with activated({layers[name]: rank for name, rank in resolve(given, limits).items()}):
+    chosen = resolve(ranks, _limits(layers))
+    with activated({layers[name]: rank for name, rank in chosen.items()}):
         yield model
 
 
-def set_ranks(model: nn.Module, given: Ranks | None) -> None:
+def set_ranks(model: nn.Module, ranks: Ranks | None) -> None:
     """Run the submodel at these ranks from now on, in place and without a copy; None: all ranks.
 
     Nothing is computed or moved, so a server can change its size between two requests. Layers that
     are not named use all their ranks.
     """
     layers = require_low_rank(model)
-    chosen: dict[str, int] = {}
-    if given is not None:
-        limits = {name: (layer.rank, layer.full_rank) for name, layer in layers.items()}
-        chosen = resolve(given, limits)
+    chosen = {} if ranks is None else resolve(ranks, _limits(layers))
     for name, layer in layers.items():
         layer.activate(chosen.get(name))
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from maestro_lod.cost import count_params
 from maestro_lod.errors import OptionError, TrainingError, require_nonnegative, require_whole
-from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.layers.ranks import low_rank_layers, unwrapped
 from maestro_lod.train.evaluate import (
     Batch,
     CrossEntropy,
@@ -106,8 +106,7 @@ def fit(
             f"{type(model).__name__} is low-rank but fit got no LoD: nothing would be sampled. "
             "Give lod=LoD(model, optimizer, …)."
         )
-    plain = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
-    if lod is not None and (lod.optimizer is not optimizer or lod.model is not plain):
+    if lod is not None and (lod.optimizer is not optimizer or lod.model is not unwrapped(model)):
         raise OptionError("lod was made for another model or optimizer than fit was given.")
     progress = progress or Progress()
     loss = loss or CrossEntropy()
@@ -137,7 +136,7 @@ def fit(
             if lod.budget is not None and progress.epoch + 1 == epochs:
                 lod.land()  # at the latest, whatever was planned
             lod.end_epoch()
-        record = _record(plain, optimizer, lod, progress)
+        record = _record(unwrapped(model), optimizer, lod, progress)
         recalibrate(model, train_data, recalibration, amp=amp)
         if validation is not None:
             reached = evaluate(model, validation, evaluation_loss, amp=amp)

@@ -26,7 +26,7 @@ from maestro_lod.errors import (
     require_whole,
 )
 from maestro_lod.layers.lowrank import LowRank
-from maestro_lod.layers.ranks import activated, require_low_rank
+from maestro_lod.layers.ranks import activated, require_all_active, require_low_rank, unwrapped
 from maestro_lod.train.budget import Budget
 from maestro_lod.train.penalty import prox_layers_, weighted_group_lasso
 from maestro_lod.train.pressure import penalty_for
@@ -105,7 +105,8 @@ class LoD:
             raise OptionError(f"pressure={pressure:g} sets the penalty itself: leave {other}= out.")
         if steps is not None and not pressure:
             raise OptionError(f"steps={steps:g} is for pressure=, which is not given.")
-        self.model: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        self.model = unwrapped(model)
+        require_all_active(self.model, "training")
         self.optimizer = optimizer
         self.penalty = require_nonnegative("penalty", penalty)
         self.threshold = require_nonnegative("threshold", threshold)
@@ -380,6 +381,12 @@ class LoD:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state exactly; load the model's and the optimizer's state first."""
+        parts = ("epoch", "penalty", "ranks", "steps", "forwards", "sampler", "ledger")
+        if missing := [part for part in parts if part not in state]:
+            raise TrainingError(
+                f"this is no state of a LoD: it has no {listed(missing)}. Give what its "
+                "state_dict() returned."
+            )
         here = {name: layer.rank for name, layer in self._layers.items()}
         if here != state["ranks"]:
             differing = [n for n in here | state["ranks"] if here.get(n) != state["ranks"].get(n)]

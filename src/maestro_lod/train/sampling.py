@@ -33,7 +33,7 @@ class RankSampler:
     def __init__(self, model: nn.Module, *, strategy: str = "pairs", seed: int = 0) -> None:
         if strategy not in STRATEGIES:
             raise OptionError(
-                f"sampling strategy {strategy!r} is not known.{nearest(strategy, STRATEGIES)} "
+                f"sampling strategy {strategy!r} is not known.{nearest(str(strategy), STRATEGIES)} "
                 f"Choose from {listed(STRATEGIES)}."
             )
         self._layers = require_low_rank(model)

@@ -83,6 +83,8 @@ def cut(
 
 def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot follow a shrink, or does not hold the trainable factors."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TrainingError(f"{optimizer!r} is no optimizer. Give SGD(model.parameters(), …).")
     if isinstance(optimizer, LBFGS):
         raise TrainingError(
             "LBFGS keeps its state as one flat vector, which cannot follow a shrink. "
@@ -116,6 +118,8 @@ def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
 
 
 def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
+    if not isinstance(ema, AveragedModel):
+        raise LayerError(f"ema is a {type(ema).__name__}. Give an AveragedModel(model).")
     averaged = low_rank_layers(ema.module)
     if {n: m.rank for n, m in averaged.items()} != {n: m.rank for n, m in layers.items()}:
         raise LayerError(
