@@ -67,6 +67,7 @@ def write(question: str, answer: dict[str, Any]) -> None:
         "commit": commit.stdout.strip(),
         "machine": {
             "cpu": platform.processor() or platform.machine(),
+            "vectors": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "python": platform.python_version(),

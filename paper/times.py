@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ MODELS = {
     "vgg19-small-cifar10": cifar.LAMBDAS,
     multi30k.RECIPE: multi30k.LAMBDAS,
 }
-ROUNDS = 12
+ROUNDS, SECONDS = 12, 0.5  # at least so many, and so long: the shorter a step, the noisier
 
 
 def measure(scale: Scale) -> dict[str, Any]:
@@ -38,6 +39,7 @@ def measure(scale: Scale) -> dict[str, Any]:
 def _recipe(scale: Scale, recipe: str, names: tuple[str, ...]) -> dict[str, Any]:
     dense = _Steps.of(scale.trained(recipe, method="dense", seed=0))
     seconds: list[float] = []  # of all dense steps
+    rounds = 1 if scale.smoke else max(ROUNDS, math.ceil(SECONDS / dense.seconds()))
     runs = {}
     for name in names:
         run = scale.trained(recipe, penalty=name, seed=0)
@@ -49,12 +51,10 @@ def _recipe(scale: Scale, recipe: str, names: tuple[str, ...]) -> dict[str, Any]
             elif ratios:
                 ratios.append(ratios[-1])
                 continue
-            rounds = [
-                (dense.seconds(), steps.seconds())  # in turn: a machine is not always as fast
-                for _ in range(1 if scale.smoke else ROUNDS)
-            ]
-            seconds += [one for one, _ in rounds]
-            ratios.append(statistics.median(mine / one for one, mine in rounds))
+            # in turn: a machine is not always as fast
+            pairs = [(dense.seconds(), steps.seconds()) for _ in range(rounds)]
+            seconds += [one for one, _ in pairs]
+            ratios.append(statistics.median(mine / one for one, mine in pairs))
         runs[name] = {
             "per_epoch": ratios,
             "training_macs": row(run)["training_macs"],

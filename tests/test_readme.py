@@ -27,7 +27,7 @@ def test_the_example_runs_and_ends_smaller(tmp_path, monkeypatch, capsys):
     assert sum(lod.ranks(names["model"]).values()) < 236
     assert names["loss"].item() < 2.0
     sizes = [sum(p.numel() for p in names[m].parameters()) for m in ("model", "small", "tiny")]
-    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[1] > sizes[2]
 
 
 def test_every_linked_file_exists():
