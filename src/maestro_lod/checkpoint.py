@@ -70,6 +70,8 @@ def save(
             )
         if value.is_meta:
             raise CheckpointError(f"{key} is on the meta device: there is nothing to save.")
+        if value.dtype not in _DTYPE.values():
+            raise CheckpointError(f"{key} is of {value.dtype}, which the file cannot hold.")
         where = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() and where in first:
             aliases[key] = first[where]
@@ -286,6 +288,8 @@ def _read(path: Path, rows: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         for key, entry in header.items():
             if key == "__metadata__":
                 continue
+            if entry["dtype"] not in _DTYPE:
+                raise CheckpointError(f"{key} in {path} is of an unknown type, {entry['dtype']}.")
             dtype, shape = _DTYPE[entry["dtype"]], list(entry["shape"])
             if key in rows:
                 shape[0] = min(shape[0], rows[key])
@@ -315,7 +319,7 @@ _DTYPE = {
     "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
     "F64": torch.float64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 """What safetensors calls torch's dtypes."""
 
