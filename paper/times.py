@@ -29,7 +29,7 @@ MODELS = {
     "vgg19-small-cifar10": cifar.LAMBDAS,
     multi30k.RECIPE: multi30k.LAMBDAS,
 }
-ROUNDS, SECONDS = 12, 0.5  # at least so many, and so long: the shorter a step, the noisier
+ROUNDS, SECONDS = 24, 0.5  # at least so many, and so long: the shorter a step, the noisier
 
 
 def measure(scale: Scale) -> dict[str, Any]:
