@@ -58,13 +58,10 @@ def seconds(variants: dict[str, Callable[[], object]], *, rounds: int, repeats: 
 
 def write(question: str, answer: dict[str, Any]) -> None:
     """Keep an answer as JSON, with the commit and the machine it was measured on."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
     record = {
         "question": question,
         "answer": answer,
-        "commit": commit.stdout.strip(),
+        "commit": _commit(),
         "machine": {
             "cpu": platform.processor() or platform.machine(),
             "vectors": torch.backends.cpu.get_cpu_capability(),
@@ -77,3 +74,14 @@ def write(question: str, answer: dict[str, Any]) -> None:
     path = RESULTS / f"{question}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+def _commit() -> str:
+    """Return the commit, marked if any code is not as it is there; results may differ."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "*.py", "pyproject.toml", "constraints.txt")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
