@@ -190,7 +190,7 @@ def test_biases_and_norms_can_be_left_out_of_the_decay() -> None:
 
 
 def test_schedules_count_optimizer_steps() -> None:
-    assert Setup.of(digits()).schedule is None
+    assert Setup.of(digits("schedule={name: constant}")).schedule is None
     recipe = digits("schedule={name: milestones, epochs: [1, 2], factor: 0.5}", "accumulate=2")
     falls = Setup.of(recipe).schedule  # 36 samples are 5 batches, 3 steps
     assert falls is not None
