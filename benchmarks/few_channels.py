@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 
 import torch
 from interleaved import seconds, write
@@ -38,6 +39,16 @@ def cases() -> list[tuple[nn.Conv1d | nn.Conv2d, tuple[int, ...]]]:
     ]
 
 
+def both_ways(conv: nn.Conv1d | nn.Conv2d, x: Tensor) -> dict[str, Callable[[], None]]:
+    direction = torch.randn_like(conv(x))
+
+    def ours() -> None:
+        y = convolve(x, conv.weight, conv.bias, conv.stride, conv.padding)
+        y.backward(direction)
+
+    return {"torch": lambda: conv(x).backward(direction), "ours": ours}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
@@ -47,19 +58,11 @@ def main() -> None:
     torch.manual_seed(0)
     answer = {}
     for conv, shape in cases():
-        x, padding = torch.randn(shape), tuple(conv.padding)
-
-        def ours(conv=conv, x=x, padding=padding) -> Tensor:
-            return convolve(x, conv.weight, conv.bias, conv.stride, padding)
-
-        direction = torch.randn_like(conv(x))
-        variants = {
-            "torch": lambda conv=conv, x=x, d=direction: conv(x).backward(d),
-            "ours": lambda ours=ours, d=direction: ours().backward(d),
-        }
+        x = torch.randn(shape)
+        variants = both_ways(conv, x)
         once = seconds(variants, rounds=1).median("torch")
         times = seconds(variants, rounds=options.rounds, repeats=math.ceil(0.01 / once))
-        used = gradient_is_slow(x, conv.weight, padding, conv.dilation)
+        used = gradient_is_slow(x, conv.weight, conv.padding, conv.dilation)
         name, ratio = f"{conv} on {' × '.join(map(str, shape))}", times.ratio("ours", "torch")
         answer[name] = {"over_torch": ratio, "used": used}
         print(f"{name:90s} {ratio:5.2f} × torch's{', used' if used else ''}", flush=True)

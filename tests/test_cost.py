@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import maestro_lod as lod
-from maestro_lod.cost import Ledger, count_params
+from maestro_lod.cost import Ledger, by_factors, count_params
 from maestro_lod.errors import LayerError, OptionError
-from maestro_lod.layers import lowrank
+from maestro_lod.layers import SharedHead, lowrank
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.tasks.models import VGG19, LeNet, resnet18, resnet50
 
@@ -632,3 +632,11 @@ def test_without_an_example_only_the_parameters_of_what_is_deployed_are_known() 
     assert Ledger.of(model).deployed(model) == (20_320, None)
     known = Ledger.of(model, torch.empty(1, 1, 28, 28))
     assert known.deployed(model) == (20_320, 200_456)
+
+
+def test_a_head_whose_embedding_is_elsewhere_belongs_to_no_layer_here() -> None:
+    model = lod.decompose(Language(), tied="share")
+    head = next(m for m in model.modules() if isinstance(m, SharedHead))
+    part = nn.Sequential(lod.decompose(nn.Linear(8, 8)), head)
+    assert list(by_factors(part)) == ["0"]
+    assert list(by_factors(part)["0"]) == ["0"]

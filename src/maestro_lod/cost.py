@@ -161,7 +161,8 @@ def by_factors(model: nn.Module) -> dict[str, dict[str, Costed]]:
     parts: dict[str, dict[str, Costed]] = {name: {} for name in name_of.values()}
     for name, layer in costed_layers(model).items():
         owner = layer.embedding if isinstance(layer, SharedHead) else layer
-        parts[name_of[id(owner)]][name] = layer
+        if id(owner) in name_of:  # an embedding may be outside of the part of a model given here
+            parts[name_of[id(owner)]][name] = layer
     return parts
 
 

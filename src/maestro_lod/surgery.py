@@ -282,9 +282,9 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
         new.bias = old.bias
     if isinstance(new, LowRank):  # what a user put on the layer
         new.handed_over = tuple(key for key in vars(old) if not hasattr(new, key))
-    for layer in (old, new):
-        for key in layer.handed_over if isinstance(layer, LowRank) else ():
-            setattr(new, key, getattr(old, key))
+    low_rank = new if isinstance(new, LowRank) else old
+    for key in low_rank.handed_over if isinstance(low_rank, LowRank) else ():
+        setattr(new, key, getattr(old, key))
 
 
 def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:

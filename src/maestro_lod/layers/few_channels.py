@@ -66,18 +66,11 @@ def _convolution(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-    ) -> Tensor:
-        ctx.kernel, ctx.stride, ctx.padding = weight.shape[2:], stride, padding
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+        ctx.kernel, (_, ctx.stride, ctx.padding) = weight.shape[2:], options
         ctx.save_for_backward(x)
         ctx.save_for_forward(x, weight)
-        return _convolution(x, weight, bias, stride, padding)
+        return _convolution(x, weight, *options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
