@@ -83,8 +83,11 @@ class Killer:
         def save_in_halves(tensors: Any, path: str, metadata: Any = None) -> None:
             save_file(tensors, path, metadata=metadata)
             whole = Path(path).read_bytes()
-            Path(path).write_bytes(whole[: len(whole) // 2])
-            self.did(f"half of {Path(path).name[1:].rpartition('.')[0]}")
+            Path(path).unlink()
+            half = Path(path).with_name(".tmpHalf")  # as safetensors does, from 0.8 on
+            half.write_bytes(whole[: len(whole) // 2])
+            self.did(f"half of {Path(path).name}")
+            half.unlink()
             Path(path).write_bytes(whole)
 
         def replace_slowly(source: Any, target: Any, **options: Any) -> None:

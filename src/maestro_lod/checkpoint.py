@@ -12,7 +12,6 @@ import json
 import math
 import os
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.errors import CheckpointError, OptionError, listed, nearest
+from maestro_lod.files import replacing
 from maestro_lod.layers import (
     OPENED_TYPE,
     Attention,
@@ -91,44 +91,15 @@ def save(
     }
     if frontier is not None:
         metadata["frontier"] = frontier.to_json()
-    _write_atomically(tensors, metadata, Path(path))
+    _write(tensors, metadata, Path(path))
 
 
-def _write_atomically(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
-    """Write beside the target and rename: readers see the old file or the new one, never half."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {path.parent} ({error}).") from error
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata=metadata)
-        with open(temporary, "rb") as written:  # noqa: PTH123
-            os.fsync(written.fileno())
-        Path(temporary).chmod(_usual_mode())
-        os.replace(temporary, path)  # noqa: PTH105
-        _sync_directory(path.parent)
-    except (OSError, SafetensorError, KeyError) as error:  # KeyError: a dtype that it cannot hold
-        raise CheckpointError(f"cannot write {path} ({error}).") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def _usual_mode() -> int:
-    """Return the permissions of a file that is created plainly; a temporary one has fewer."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename last through a crash of the machine, where the system can do that."""
-    if os.name == "posix":
-        handle = os.open(directory, os.O_RDONLY)
+def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
+    with replacing(path) as place:
         try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+            save_file(tensors, place, metadata=metadata)
+        except (SafetensorError, KeyError) as error:  # KeyError: a dtype it cannot hold
+            raise CheckpointError(f"cannot write {path} ({error}).") from error
 
 
 def save_state(state: Any, path: str | os.PathLike[str]) -> None:
@@ -158,7 +129,7 @@ def save_state(state: Any, path: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"a {kind} cannot be saved without pickle: {shown}")
 
     metadata = {"format": _STATE_FORMAT, "state": json.dumps(plain(state))}
-    _write_atomically(tensors, metadata, Path(path))
+    _write(tensors, metadata, Path(path))
 
 
 def _order_in_memory(tensor: Tensor) -> list[int]:

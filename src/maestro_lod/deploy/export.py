@@ -14,7 +14,6 @@ import logging
 import os
 import statistics
 import struct
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -41,6 +40,7 @@ from maestro_lod.deploy.trial import (
     run,
 )
 from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
+from maestro_lod.files import replacing
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import extract
 
@@ -128,7 +128,7 @@ def export(
     onnx_file = _onnx_file() if format == "onnx" else None
     plain = extract(model) if low_rank_layers(model) else model
     call, device = as_call(example), device_of(plain)
-    with _workplace(path) as temporary, evaluating(plain), torch.no_grad(), _quiet():
+    with replacing(path) as temporary, evaluating(plain), torch.no_grad(), _quiet():
         usual = drawn_call(call, device)
         run(plain, usual)  # before anything else, for a clear error
         batch: int | None = None
@@ -154,7 +154,6 @@ def export(
             variants["file"] = lambda: runner(usual)
         with torch.inference_mode():
             times = interleaved(variants, rounds=_ROUNDS)
-        os.replace(temporary, path)  # noqa: PTH105
     seconds = times.get("file", times["eager"])
     pairs = zip(seconds, times["eager"], strict=True)
     return Exported(
@@ -311,17 +310,6 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 # -- surroundings ------------------------------------------------------------------------------
-
-
-@contextmanager
-def _workplace(path: Path) -> Iterator[Path]:
-    """Give a path beside the target, for a file of the same name; what is left there goes away."""
-    try:
-        place = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {path.parent} ({error}).") from error
-    with place as directory:
-        yield Path(directory) / path.name
 
 
 @contextmanager

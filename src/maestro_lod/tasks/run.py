@@ -31,6 +31,7 @@ from torch import nn
 from maestro_lod.checkpoint import load, load_state, save, save_state
 from maestro_lod.cost import count_params, summary
 from maestro_lod.errors import CheckpointError, OptionError
+from maestro_lod.files import remove_leftovers, replacing
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.report import write_report
 from maestro_lod.tasks.data import Data
@@ -120,14 +121,8 @@ class Run:
         self._write(name, json.dumps(value, indent=1) + "\n")
 
     def _write(self, name: str, text: str) -> None:
-        """Write a small file, all or nothing."""
-        temporary = self.directory / f".{name}.new"
-        with self._explained():
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.directory / name)
+        with self._explained(), replacing(self.directory / name) as place:
+            place.write_text(text, encoding="utf-8")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -162,8 +157,7 @@ class Run:
         """
         recipe = self.recipe
         setup = Setup.of(recipe)
-        for leftover in self.directory.glob(".*.safetensors.*"):  # of a write that was killed
-            leftover.unlink()
+        remove_leftovers(self.directory)
         progress = self._resumed(setup) if self.checkpoint.exists() else Progress()
         if not self.checkpoint.exists():
             self._make_directory(setup)

@@ -11,6 +11,7 @@ from typing import Any
 
 from maestro_lod.cost import Ledger
 from maestro_lod.errors import OptionError, TrainingError
+from maestro_lod.files import replacing
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.tasks.data import Data
 from maestro_lod.tasks.recipe import Recipe, dumped
@@ -244,7 +245,6 @@ def _finished(run: Run, report: Report) -> dict[str, Any]:
     """Finish a run at the epoch it has reached, which becomes its last, and return the result."""
     assert report.last is not None
     recipe = run.recipe.model_copy(update={"epochs": report.last.epoch})
-    new = run.directory / ".config.yaml.new"
-    new.write_text(dumped(recipe), encoding="utf-8")
-    new.replace(run.directory / "config.yaml")
+    with replacing(run.directory / "config.yaml") as place:
+        place.write_text(dumped(recipe), encoding="utf-8")
     return Run(run.directory, recipe).train()

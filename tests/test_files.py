@@ -1,0 +1,124 @@
+"""Files that are there as a whole or not at all, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import maestro_lod as lod
+from maestro_lod.checkpoint import save_state
+from maestro_lod.errors import CheckpointError
+from maestro_lod.files import remove_leftovers, replacing
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_new_file_is_there_once_the_block_is_done(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    with replacing(path) as place:
+        assert place.name == "file.txt"
+        place.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["file.txt"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_block_that_fails_leaves_the_old_file(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    with pytest.raises(error), replacing(path) as place:
+        place.write_text("half")
+        raise error
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file.txt"]
+
+
+def test_what_else_is_written_there_goes_away(tmp_path: Path) -> None:
+    with replacing(tmp_path / "file.txt") as place:
+        place.with_name(".tmpXYZ").write_text("a temporary file of a library")
+        place.write_text("whole")
+    assert names(tmp_path) == ["file.txt"]
+
+
+def test_trouble_with_files_names_the_target(tmp_path: Path) -> None:
+    target = tmp_path / "nowhere" / "file.txt"
+    with (
+        pytest.raises(CheckpointError, match=r"cannot write .*nowhere/file\.txt"),
+        replacing(target) as place,
+    ):
+        place.write_text("never")
+    with (
+        pytest.raises(CheckpointError, match=r"file\.txt.*No space left"),
+        replacing(tmp_path / "file.txt"),
+    ):
+        raise OSError(28, os.strerror(28))
+    with (
+        pytest.raises(CheckpointError, match=r"cannot write .*file\.txt"),
+        replacing(tmp_path / "file.txt"),
+    ):
+        pass  # nothing was written
+    assert names(tmp_path) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from maestro_lod.files import replacing
+with replacing(Path(sys.argv[1])) as place:
+    place.write_text("half")
+    place.with_name(".tmpXYZ").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_leaves_can_be_removed(tmp_path: Path) -> None:
+    path, other = tmp_path / "file.txt", tmp_path / ".other"
+    path.write_text("old")
+    other.mkdir()
+    done = subprocess.run([sys.executable, "-c", KILLED, path], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_text() == "old"
+    assert len(names(tmp_path)) == 3
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == [".other", "file.txt"]
+    remove_leftovers(tmp_path / "nowhere")
+
+
+def export(path: Path) -> None:
+    lod.export(nn.Linear(4, 4), path, example=torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (lambda path: lod.save(lod.decompose(nn.Linear(4, 4)), path), "model.safetensors"),
+        (lambda path: save_state({"a": torch.ones(1)}, path), "state.safetensors"),
+        (export, "model.safetensors"),
+        (export, "model.pt2"),
+        (export, "model.onnx"),
+    ],
+    ids=["save", "save_state", "safetensors", "pt2", "onnx"],
+)
+def test_files_may_be_read_by_whom_the_user_wants(
+    write: Callable[[Path], None], name: str, tmp_path: Path
+) -> None:
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / name)
+    finally:
+        os.umask(before)
+    assert stat.filemode((tmp_path / name).stat().st_mode) == "-rw-r-----"
+    assert names(tmp_path) == [name]
