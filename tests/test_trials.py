@@ -186,6 +186,27 @@ def test_what_ends_the_search_queues_its_trial_again(storage: str, error: type[B
     assert found.cost == 5.0  # nothing was trained twice
 
 
+def test_an_epoch_that_was_saved_but_not_reported_counts_once(storage: str):
+    def killed(penalty: float, report: Report) -> None:
+        report(Reached(1, 0.5, 900, cost=0.25))
+        raise KeyboardInterrupt  # its second epoch was saved already
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(killed, **LIMITS, storage=storage)
+
+    def resumed(penalty: float, report: Report) -> None:
+        if report.repeats:
+            report(Reached(2, 0.5, 900, cost=0.5), resumed=True)
+            if len(report.repeats) == 1:
+                raise KeyboardInterrupt
+        report(Reached(4, 0.5, 900, cost=1.0))
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(resumed, **LIMITS, storage=storage)
+    found = tune(resumed, **LIMITS, storage=storage)
+    assert [trial.spent for trial in found.trials] == [0.25, 0.25, 0.5, *[1.0] * 4]
+
+
 def test_a_trial_that_is_stopped_twice_knows_both_it_repeats(tmp_path: Path):
     storage = tmp_path / "search"
 

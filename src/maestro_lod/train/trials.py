@@ -115,13 +115,13 @@ def trials_of(study: optuna.Study) -> list[Trial]:
     return [Trial.of(row) for row in study.get_trials(deepcopy=False)]
 
 
-def earlier(trial: Trial, trials: Sequence[Trial]) -> list[int]:
-    """Return the numbers of the stopped trials that a trial repeats, the last one first."""
-    numbers = []
+def earlier(trial: Trial, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the stopped trials that a trial repeats, the last one first."""
+    repeated = []
     while trial.again is not None:
-        numbers.append(trial.again)
         trial = trials[trial.again]
-    return numbers
+        repeated.append(trial)
+    return repeated
 
 
 class Enough(Exception):
@@ -138,12 +138,13 @@ class Report:
     def __init__(
         self,
         row: optuna.Trial,
-        repeats: Sequence[int],
+        repeats: Sequence[Trial],
         judge: Callable[[int, Reached], Status | None],
     ) -> None:
         self.number: int = row.number
-        self.repeats = tuple(repeats)
+        self.repeats = tuple(trial.number for trial in repeats)
         """The stopped trials that this one repeats, the last one first."""
+        self._known = max((t.reached.cost for t in repeats if t.reached is not None), default=0.0)
         self.last: Reached | None = None
         self._row, self._judge = row, judge
 
@@ -151,7 +152,8 @@ class Report:
         """Report the end of an epoch, or where an earlier trial had come that this one resumes."""
         self.last = reached
         if resumed:
-            self._write("resumed", reached.cost)
+            # a trial may be killed after it saved an epoch and before it reported it
+            self._write("resumed", min(reached.cost, self._known))
         self._write("reached", asdict(reached))
         if (status := self._judge(self.number, reached)) is not None:
             raise Enough(status)

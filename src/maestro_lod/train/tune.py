@@ -206,8 +206,9 @@ class _Halving(Plan):
         param_distribution: BaseDistribution,
     ) -> float:
         trials = trials_of(study)
-        first = [trial.number, *earlier(trials[trial.number], trials)][-1]
-        return math.ldexp(self.penalties[0], -_asked(trials[:first]))
+        this = trials[trial.number]
+        first = [this, *earlier(this, trials)][-1]
+        return math.ldexp(self.penalties[0], -_asked(trials[: first.number]))
 
     def ends(self, reached: Reached) -> Status | None:
         if reached.accuracy >= self.min_accuracy and reached.params <= self.max_params:
