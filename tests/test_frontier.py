@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -580,6 +581,39 @@ def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
         frontier(model, loss, resume=journal)
     with pytest.raises(CheckpointError, match="cannot be used as a journal"):
         frontier(model, loss, resume=tmp_path / "missing" / "search.jsonl")
+
+
+FOREIGN = {
+    "text": b"some notes\nof mine, without an end",
+    "one line": b"some notes",
+    "an empty line": b"\n",
+    "json": b'{"format": "other"}\n{"half": ',
+    "tensors": safetensors.torch.save({"a": torch.arange(99, dtype=torch.uint8)}),
+    "tensors without an end of line": safetensors.torch.save({"a": torch.zeros(9)}),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_that_is_no_journal_is_left_as_it_is(kind: str, tmp_path: Path) -> None:
+    model, _, loss = made("mlp")
+    path = tmp_path / "mine"
+    path.write_bytes(FOREIGN[kind])
+    with pytest.raises(CheckpointError, match=r"line 1 of .*mine|another search: format"):
+        frontier(model, loss, resume=path)
+    assert path.read_bytes() == FOREIGN[kind]
+
+
+def test_a_refused_journal_keeps_its_last_line(tmp_path: Path) -> None:
+    model, _, loss = made("mlp")
+    journal = tmp_path / "search.jsonl"
+    frontier(model, loss, resume=journal, until=0.5)
+    whole = journal.read_bytes()[:-7]
+    damaged = whole.replace(b'"answer"', b"answer", 1)
+    for content, options in ((whole, {"step": 0.2}), (damaged, {})):
+        journal.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"step is 0\.1|line 2 of"):
+            frontier(model, loss, resume=journal, **options)  # type: ignore[arg-type]
+        assert journal.read_bytes() == content
 
 
 def test_infinite_losses_are_journaled_as_json(tmp_path: Path) -> None:

@@ -34,9 +34,15 @@ class Journal:
             return
         header = json.loads(json.dumps({"format": _FORMAT, **about}))
         try:
-            self._known = _read(self._path)
-            if self._known:
+            raw = self._path.read_bytes() if self._path.exists() else b""
+            whole, ended, rest = raw.rpartition(b"\n")
+            if ended:
+                self._known = _read(whole, self._path)
                 self._require_same(header, self._known.pop(0))
+            elif not json.dumps(header).encode().startswith(rest):  # no start that was killed
+                raise _damaged(1, self._path)
+            if rest:  # of the last line; cut off only now that the file is known to be ours
+                os.truncate(self._path, len(raw) - len(rest))
             self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{self._path} cannot be used as a journal ({error}).") from error
@@ -81,22 +87,20 @@ class Journal:
                 )
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Read all whole lines; what a kill left of the last one is cut off, also from the file."""
-    if not path.exists():
-        return []
-    raw = path.read_bytes()
-    whole, _, rest = raw.rpartition(b"\n")
-    if rest:
-        os.truncate(path, len(raw) - len(rest))
+def _read(whole: bytes, path: Path) -> list[dict[str, Any]]:
+    """Read lines, one or more; `path` says in errors where they came from."""
     lines = []
-    for number, text in enumerate(whole.splitlines(), 1):
+    for number, text in enumerate(whole.split(b"\n"), 1):
         try:
             lines.append(line := json.loads(text))
             assert isinstance(line, dict)
         except (ValueError, AssertionError):
-            raise CheckpointError(
-                f"line {number} of {path} is damaged or no line of a journal. Delete the file, or "
-                "give another path."
-            ) from None
+            raise _damaged(number, path) from None
     return lines
+
+
+def _damaged(number: int, path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"line {number} of {path} is damaged or no line of a journal. Delete the file, or give "
+        "another path."
+    )
