@@ -640,3 +640,34 @@ def test_a_head_whose_embedding_is_elsewhere_belongs_to_no_layer_here() -> None:
     part = nn.Sequential(lod.decompose(nn.Linear(8, 8)), head)
     assert list(by_factors(part)) == ["0"]
     assert list(by_factors(part)["0"]) == ["0"]
+
+
+class OwnsMatrices(nn.Module):
+    """Owns a matrix itself, beside layers, and makes tensors of its own as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(1, 4, 16))
+        self.mix = nn.Parameter(torch.randn(16, 16))
+        self.block = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+        self.out = nn.Linear(16, 2)
+        self.anchors = [torch.ones(4, 16)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.position + self.anchors[0] + torch.zeros(len(x), 1, 1) + torch.tensor([1.0])
+        return self.out(self.block(x @ self.mix))
+
+
+def test_layers_inside_a_module_with_a_matrix_of_its_own_count_once() -> None:
+    model = lod.decompose(OwnsMatrices(), only="block.0", ranks=3)
+    found = lod.summary(model, torch.empty(1, 4, 16))
+    assert {row.name: row.macs for row in found.layers} == {
+        "": 4 * 16 * 16, "block.0": 4 * 3 * 48, "block.1": 4 * 32 * 16, "out": 4 * 16 * 2,
+    }  # fmt: skip
+    assert sum(row.macs for row in found.layers) == found.macs
+
+
+def test_tensors_that_a_model_makes_or_keeps_do_not_keep_it_from_being_counted() -> None:
+    model = lod.decompose(OwnsMatrices())
+    model(torch.randn(2, 4, 16))
+    assert lod.summary(model, torch.empty(2, 4, 16)).dense_macs == 2 * 4 * 16 * (16 + 64 + 2)

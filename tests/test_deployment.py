@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import maestro_lod as lod
 from maestro_lod.cli import main
+from maestro_lod.cost import count_params
+from maestro_lod.deploy import latency as timing
 from maestro_lod.deploy.export import opened
+from maestro_lod.deploy.latency import Latency, LayerLatency, round_ranks
+from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.tasks import deployment
 from maestro_lod.tasks.deployment import Trained
@@ -66,6 +73,7 @@ def test_a_run_is_deployed_to_every_format(
     written = json.loads((out / "deploy.json").read_text())
     assert written["macs"] <= 0.5 * written["dense_macs"]
     assert written["test"].keys() == {"loss", "accuracy"}
+    assert {file["path"] for file in written["files"]} == names - {"deploy.json"}
     for file in written["files"]:
         assert file["latency_over_dense"] > 0.0
         assert file["difference"] <= (1e-4 if file["quantize"] is None else 0.2)
@@ -93,6 +101,157 @@ def test_what_is_slower_than_dense_is_refused_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+# -- limits ------------------------------------------------------------------------------------
+
+
+def deployed(out: Path) -> dict[str, Any]:
+    written: dict[str, Any] = json.loads((out / "deploy.json").read_text())
+    return written
+
+
+def times_are(monkeypatch: pytest.MonkeyPatch, factored: float, file: float = 1e-6) -> None:
+    """Make times up: 1 ms per layer and sample dense; factored so much times the share of rank.
+
+    The written file takes so many seconds, whatever the batch.
+    """
+
+    def measured(model: nn.Module, example: Tensor) -> Latency:
+        batch, layers = len(example), {}
+        for name, layer in low_rank_layers(model).items():
+            most = layer.dense_weights // layer.weights(1)
+            points = tuple(timing.Point(r, factored * r / most, 0.0) for r in (1, most))
+            layers[name] = LayerLatency(layer.rank, layer.full_rank, most, 1e-3 * batch, points)
+        return Latency(5e-3 * batch, layers, batch, 1, 1, "float32", "cpu", torch.__version__)
+
+    monkeypatch.setattr(deployment, "latency", measured)
+    times = {"small": [file], "dense": [file]}
+    monkeypatch.setattr(deployment, "interleaved", lambda *_, **__: times)
+
+
+def to_safetensors(out: Path, *limits: str) -> list[str]:
+    return ["--to", "safetensors", "--allow-slower", "--quiet", "--out", str(out), *limits]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_latency_is_limited_at_the_batch_that_is_deployed(
+    finished: Path, tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times_are(monkeypatch, factored=1.0)
+    trained = Trained.of(Run.open(finished))
+    measured = deployment.latency(trained.model, trained.example(batch))
+    found = lod.Frontier.load(finished / "frontier.json")
+    wanted = found.with_latency(measured.predict, measured.dense).point(max_latency=0.004)
+    options = to_safetensors(tmp_path / "phone", "--max-latency", "0.004", "--batch", str(batch))
+    assert lod_program("deploy", str(finished), *options) == 0
+    point = deployed(tmp_path / "phone")["point"]
+    assert point["ranks"] == wanted.ranks
+    assert point["latency"] == wanted.latency <= 0.004
+
+
+def test_a_latency_that_no_size_has_at_this_batch_is_refused(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    times_are(monkeypatch, factored=1.0)
+    options = to_safetensors(tmp_path / "phone", "--max-latency", "0.004", "--batch", "256")
+    assert lod_program("deploy", str(finished), *options) == 2
+    assert "no submodel meets max_latency=0.004: the nearest has" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_takes_longer_than_the_limit_is_refused_and_leaves_nothing(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    times_are(monkeypatch, factored=1.0, file=0.0125)
+    options = to_safetensors(tmp_path / "phone", "--max-latency", "0.01")
+    assert lod_program("deploy", str(finished), *options) == 2
+    error = capsys.readouterr().err
+    assert "model.safetensors takes 12.5 ms here at batch 1, above max_latency=0.01" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_that_is_either_small_or_fast_is_refused(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    times_are(monkeypatch, factored=1e4)  # so each layer would have to be dense
+    for limits, code in ((["--max-latency", "0.006"], 0), (["--max-params", "0.3"], 0)):
+        options = to_safetensors(tmp_path / limits[0][2:], *limits)
+        assert lod_program("deploy", str(finished), *options) == code
+    options = to_safetensors(
+        tmp_path / "both", "--max-latency", "0.006", "--max-params", "0.3", "--max-macs", "0.5"
+    )
+    capsys.readouterr()
+    assert lod_program("deploy", str(finished), *options) == 2
+    error = capsys.readouterr().err
+    assert "no submodel meets" in error and "max_latency=0.006" in error
+    assert not (tmp_path / "both").exists()
+
+
+def test_rounded_ranks_are_within_the_limit_too(finished: Path, tmp_path: Path) -> None:
+    trained = Trained.of(Run.open(finished))
+
+    def rounded_params(ranks: dict[str, int]) -> int:
+        rounded = round_ranks(trained.model, ranks, multiple=8)
+        return count_params(lod.extract(trained.model, rounded))
+
+    found = lod.Frontier.load(finished / "frontier.json")
+    smallest = min(rounded_params(point.ranks) for point in found)
+    limit = next(
+        point.params
+        for point in found
+        if point.params >= smallest
+        and rounded_params(found.pick(max_params=point.params)) > point.params
+    )
+    options = to_safetensors(tmp_path / "phone", "--max-params", str(limit), "--round", "8")
+    assert lod_program("deploy", str(finished), *options) == 0
+    written = deployed(tmp_path / "phone")
+    assert written["params"] <= limit
+    ranks = written["point"]["ranks"]
+    assert round_ranks(trained.model, ranks, multiple=8) == ranks
+    again = deployment.search(trained, ranks=[ranks])[-1]  # not what was found before rounding
+    assert (written["point"]["loss"], written["point"]["accuracy"]) == (again.loss, again.accuracy)
+
+
+def test_rounded_ranks_reach_the_accuracy_too(finished: Path, tmp_path: Path) -> None:
+    trained = Trained.of(Run.open(finished))
+    found = lod.Frontier.load(finished / "frontier.json")
+
+    def worse_rounded(accuracy: float) -> bool:
+        ranks = round_ranks(trained.model, found.pick(min_accuracy=accuracy), multiple=16)
+        return (deployment.search(trained, ranks=[ranks])[-1].accuracy or 0.0) < accuracy
+
+    accuracy = next(a for p in found if (a := p.accuracy) is not None and worse_rounded(a))
+    options = to_safetensors(tmp_path / "phone", "--min-accuracy", str(accuracy), "--round", "16")
+    assert lod_program("deploy", str(finished), *options) == 0
+    point = deployed(tmp_path / "phone")["point"]
+    ranks = round_ranks(trained.model, point["ranks"], multiple=16)
+    reached = deployment.search(trained, ranks=[ranks])[-1].accuracy
+    assert reached is not None and reached >= accuracy
+    assert (point["ranks"], point["accuracy"]) == (ranks, reached)
+
+
+def test_a_limit_that_no_rounded_size_meets_is_refused(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = to_safetensors(tmp_path / "phone", "--max-params", "5000", "--round", "8")
+    assert lod_program("deploy", str(finished), *options) == 2
+    error = capsys.readouterr().err
+    assert "no submodel meets max_params=5000: the nearest has params 6,987" in error
+    assert "rounded to multiples of 8" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- comparison --------------------------------------------------------------------------------
+
+
 def test_a_bench_compares_dense_and_smaller_sizes(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +271,92 @@ def test_a_dense_run_is_searched_by_svd(tmp_path: Path) -> None:
     sizes = lod.Frontier.load(directory / "frontier.json")
     assert sizes[0].ranks == {"conv1": 6, "conv2": 16, "fc1": 120, "fc2": 84, "fc3": 10}
     assert not low_rank_layers(Run.open(directory).trained()[0])
+
+
+# -- losses of one's own -----------------------------------------------------------------------
+
+OWN = """
+import torch
+from torch import nn
+
+def net(out=2):
+    return nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(),
+                         nn.Linear(24, out))
+
+def data(batch, kind):
+    x = torch.randn(8, batch, 6)
+    y = torch.stack([x[..., 0] - x[..., 1], x.mean(-1)], -1)
+    target = {"numbers": y, "pair": list(zip(y[..., 0], y[..., 1])), "classes": y.argmax(-1),
+              "counts": y.abs().round().long()}[kind]
+    batches = list(zip(x, target))
+    return {"train": batches[:6], "validation": batches[6:7], "test": batches[7:]}
+
+def squares(output, target):
+    target = torch.stack(target, -1) if isinstance(target, tuple) else target
+    return ((output - target) ** 2).mean()
+
+def margin(output, target): return nn.functional.multi_margin_loss(output, target)
+
+class Summed:
+    reduction = "sum"
+    def __call__(self, output, target): return margin(output, target) * len(target)
+
+summed = Summed()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Train a recipe of one's own parts in the working directory."""
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def trained(loss: str, kind: str) -> Path:
+        recipe = {
+            "model": "mine:net", "data": {"name": "mine:data", "options": {"kind": kind}},
+            "loss": f"mine:{loss}", "epochs": 2, "batch": 16, "threads": 1,
+        }  # fmt: skip
+        (tmp_path / "own.yaml").write_text(json.dumps(recipe))
+        assert lod_program("train", "own.yaml", "--quiet", "--out", "run") == 0
+        return tmp_path / "run"
+
+    yield trained
+    sys.modules.pop("mine", None)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        ("squares", "numbers"),
+        ("squares", "pair"),
+        ("squares", "counts"),
+        ("margin", "classes"),
+        ("summed", "classes"),
+    ],
+)
+def test_a_recipe_is_searched_and_tested_by_its_own_loss(
+    own: Callable[..., Path], loss: str, kind: str
+) -> None:
+    run = own(loss, kind)
+    assert lod_program("frontier", str(run), "--quiet") == 0
+    found = lod.Frontier.load(run / "frontier.json")
+    trained = Trained.of(Run.open(run))
+    assert (found[0].accuracy is not None) == (kind == "classes")
+    judge = getattr(sys.modules["mine"], loss.replace("summed", "margin"))
+    with torch.no_grad():
+        losses = [judge(trained.model(x), y).item() for x, y in trained.data.train]
+    assert found[0].loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    result = json.loads((run / "result.json").read_text())
+    assert trained.test() == pytest.approx(result["test"])
+    out = ("--to", "safetensors", "--allow-slower", "--quiet", "--out", "phone")
+    assert lod_program("deploy", str(run), "--max-params", "0.8", *out) == 0
+    assert deployed(Path("phone"))["test"].keys() == result["test"].keys()
+    assert lod_program("bench", str(run), "--quiet") == 0
+
+
+# -- what is refused ---------------------------------------------------------------------------
 
 
 def damaged(run: Path, tmp_path: Path) -> Path:
@@ -178,3 +423,14 @@ def test_an_empty_training_set_is_refused(finished: Path) -> None:
     )
     with pytest.raises(lod.MaestroError, match="training data is empty"):
         deployment.find_frontier(Trained(trained.run, trained.model, empty))
+
+
+def test_targets_that_are_all_ignored_are_refused(finished: Path) -> None:
+    trained = Trained.of(Run.open(finished))
+    inputs, target = next(iter(trained.data.train))
+    ignored = [(inputs, torch.full_like(target, -100))]
+    data = deployment.Data(
+        train=ignored, validation=None, test=None, example=inputs[:1], classes=10, note=""
+    )
+    with pytest.raises(OptionError, match="Is the batch empty"):
+        deployment.find_frontier(Trained(trained.run, trained.model, data))

@@ -92,6 +92,22 @@ def test_a_prediction_adds_up_what_layers_gain() -> None:
     assert measured.predict(2) == measured.predict({"*": 2}) == measured.predict(2 / 32)
 
 
+def test_a_prediction_can_be_told_the_forms() -> None:
+    measured = latency_of({"a": CURVE, "b": layer_with((8, 0.25, 0.0), dense=2e-3)})
+    forms: dict[str, Any] = {"a": "factored", "b": "dense"}  # the slower ones
+    assert measured.predict({"a": 16, "b": 8}, forms=forms) == pytest.approx(5e-3 + 0.3e-3)
+    forms = {name: measured.choose(name, 8) for name in measured.layers}
+    assert measured.predict(8, forms=forms) == measured.predict(8)
+
+
+def test_layers_that_take_longer_alone_than_the_model_gain_their_share_of_it() -> None:
+    layer = layer_with((8, 0.25, 0.0), dense=4e-3)
+    measured = latency_of({"a": layer, "b": layer})  # 8 ms alone, 5 ms in all
+    assert measured.predict() == measured.dense
+    assert measured.predict({"a": 8}) == pytest.approx((0.25 + 1) / 2 * 5e-3)
+    assert measured.predict(8) == pytest.approx(0.25 * 5e-3)
+
+
 @given(
     st.lists(
         st.tuples(st.integers(1, 16), st.floats(0.05, 20.0), st.floats(0.0, 2.0)),
@@ -103,8 +119,9 @@ def test_a_prediction_adds_up_what_layers_gain() -> None:
 def test_no_choice_is_slower_than_dense(points: list[Any], rank: int) -> None:
     layer = layer_with(*sorted(points))
     assert layer.seconds(rank) <= layer.dense * (1 + MOST_NOISE)
-    measured = latency_of({"a": layer, "b": CURVE})
-    assert 0 <= measured.predict({"a": rank}) <= measured.dense * (1 + MOST_NOISE)
+    for dense in (5e-3, 1e-3, 1e-5):
+        measured = latency_of({"a": layer, "b": CURVE}, dense)
+        assert 0 < measured.predict({"a": rank, "b": 1}) <= measured.dense * (1 + MOST_NOISE)
     if points:
         ratios = [ratio for _, ratio, _ in points]
         assert min(ratios) - 1e-9 <= layer.at(rank).ratio <= max(ratios) + 1e-9

@@ -67,12 +67,16 @@ def meets(point: Point, option: str, limit: float) -> bool:
 @given(frontiers(), st.fixed_dictionaries({}, optional=LIMITS).filter(bool))
 def test_the_best_within_all_limits_is_picked(found: Frontier, limits: dict[str, float]) -> None:
     within = [p for p in found if all(meets(p, *limit) for limit in limits.items())]
+    in_order = found.within(limits)
+    assert sorted(map(id, in_order)) == sorted(map(id, within))
+    worth = [(-(p.accuracy or 0.0), p.loss) for p in in_order]
+    assert worth == sorted(worth)
     if not within:
         with pytest.raises(OptionError, match="no submodel meets"):
             found.pick(**limits)
         return
     chosen = found.point(**limits)
-    assert chosen in within
+    assert chosen is in_order[0]
     assert found.pick(**limits) == chosen.ranks
     if chosen.accuracy is None:
         assert chosen.loss == min(p.loss for p in within)
@@ -183,6 +187,17 @@ def test_bad_limits_get_one_clear_line(limits: dict[str, Any], message: str) -> 
     with pytest.raises(OptionError, match=message) as error:
         small().pick(**limits)
     assert "\n" not in str(error.value)
+
+
+def test_all_within_limits_are_listed_best_first() -> None:
+    found = small()
+    assert [p.ranks["a"] for p in found.within({"max_macs": 600})] == [4, 1]
+    assert [p.ranks["a"] for p in found.within({"min_accuracy": 0.9})] == [4, 8]
+    assert [p.ranks["a"] for p in found.within({"max_macs": 600, "min_accuracy": 0.9})] == [4]
+    assert found.within({"max_macs": 5}) == []
+    assert "max_macs=5: the nearest has macs 100" in found.why_none({"max_macs": 5})
+    with pytest.raises(OptionError, match=r"no limit 'max_mac'\. Did you mean 'max_macs'\?"):
+        found.within({"max_mac": 5})
 
 
 def test_what_was_not_measured_cannot_be_limited() -> None:

@@ -22,6 +22,7 @@ from maestro_lod.tasks.setup import (
     Setup,
     data_of,
     dense_model_of,
+    loss_of,
     model_of,
     own_names,
 )
@@ -201,9 +202,10 @@ def test_schedules_count_optimizer_steps() -> None:
 
 
 def test_loss_is_as_asked(parts: None) -> None:
-    setup = Setup.of(digits("label_smoothing=0.25", "reduction=sum"))
-    assert setup.loss == CrossEntropy(0.25, "sum")
+    recipe = digits("label_smoothing=0.25", "reduction=sum")
+    assert Setup.of(recipe).loss == loss_of(recipe) == CrossEntropy(0.25, "sum")
     mine = Setup.of(digits("loss=parts:loss")).loss
+    assert mine is loss_of(digits("loss=parts:loss"))
     assert mine(torch.ones(2), torch.zeros(2)) == 1
     with pytest.raises(
         OptionError, match=r"no loss 'cross-entropy'\. Did you mean 'cross_entropy'"

@@ -1,15 +1,17 @@
-"""Trials: calls that can be repeated, models left in their mode, fair turns."""
+"""Trials: calls that can be repeated, fair turns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
-from maestro_lod.cost import Call
-from maestro_lod.deploy.trial import as_call, batch_of, drawn_call, evaluating, interleaved
+from maestro_lod.cost import Call, as_call
+from maestro_lod.deploy.export import export
+from maestro_lod.deploy.trial import batch_of, drawn_call, interleaved
+from maestro_lod.train.evaluate import device_of
 
 CPU = torch.device("cpu")
 
@@ -42,19 +44,10 @@ def test_the_layout_in_memory_is_kept() -> None:
     assert drawn_call(as_call(x), CPU).args[0].stride() == x.stride()
 
 
-def test_every_module_gets_its_own_mode_back() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.ReLU()))
-    model[1][0].eval()
-    modes = [m.training for m in model.modules()]
-
-    def fail() -> None:
-        with evaluating(model):
-            assert not any(m.training for m in model.modules())
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert [m.training for m in model.modules()] == modes
+def test_a_model_without_parameters_is_tried_too(tmp_path: Path) -> None:
+    assert device_of(nn.ReLU()) == CPU
+    done = export(nn.ReLU(), tmp_path / "model.pt2", example=torch.empty(2, 3))
+    assert (done.params, done.difference) == (0, 0.0)
 
 
 def test_variants_are_timed_in_every_round() -> None:

@@ -8,14 +8,15 @@ low-rank layer is dense, so that no arithmetic is done and nothing is missed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from maestro_lod.errors import LayerError, OptionError
@@ -184,9 +185,9 @@ class DenseMacs:
 
 def dense_macs(model: nn.Module, example: Example) -> DenseMacs:
     """Count the MACs of the model's dense form, without doing any arithmetic."""
-    call = call_on_meta(example)
+    call = as_call(example)
     try:
-        return _counted_macs(copy_on_meta(model).eval(), call)
+        return _counted_macs(copy_on_meta(model).eval(), call.on_meta())
     except Exception as error:
         raise LayerError(
             f"MACs cannot be counted: {type(model).__name__} could not be copied to the meta "
@@ -200,19 +201,23 @@ def _counted_macs(twin: nn.Module, call: Call) -> DenseMacs:
     counter = FlopCounterMode(display=False)
     layers: dict[str, int] = {}
     batched: list[int] = []  # weights applied by a batched product, which looks like attention's
+    inner = [0]  # for each watched module that is running: the MACs of those inside it
 
     def watch(name: str, module: nn.Module) -> None:
         started: list[tuple[int, int]] = []
 
         def enter(*_: Any) -> None:
             started.append(_macs_so_far(counter))
+            inner.append(0)
 
         def leave(*_: Any) -> None:
             weights, everything = (
                 now - then for now, then in zip(_macs_so_far(counter), started.pop(), strict=True)
             )
             plain = low_rank_type(module) is not None  # every product in it is with its weight
-            layers[name] = layers.get(name, 0) + (everything if plain else weights)
+            macs = everything if plain else weights
+            layers[name] = layers.get(name, 0) + macs - inner.pop()
+            inner[-1] += macs
             batched.append(everything - weights if plain else 0)
 
         module.register_forward_pre_hook(enter)
@@ -233,11 +238,14 @@ def _counted_macs(twin: nn.Module, call: Call) -> DenseMacs:
             watch_recurrent(name, module)
         elif any(p is not None and p.ndim > 1 for p in module._parameters.values()):
             watch(name, module)
-    # fake tensors tell a model not to look at values, which transformers would do for its masks
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    args, kwargs = tree_map_only(Tensor, fake.from_tensor, (call.args, call.kwargs))
-    with torch.no_grad(), _no_attention_fast_path(), fake, counter:
-        twin(*args, **kwargs)
+    # fake tensors tell a model not to look at values, which transformers would do for its masks;
+    # torch itself does look at the lengths of packed sequences
+    fake = None if call.is_packed else FakeTensorMode(allow_non_fake_inputs=True)
+    call = call if fake is None else call.changed(fake.from_tensor)
+    # what the forward makes itself, such as a first state, has to be on the meta device too
+    on_meta, unseen = torch.device("meta"), fake or nullcontext()
+    with torch.no_grad(), _no_attention_fast_path(), unseen, on_meta, counter:
+        twin(*call.args, **call.kwargs)
     return DenseMacs(_macs_so_far(counter)[0] + sum(batched), layers, positions)
 
 
@@ -277,26 +285,45 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def on_meta(self) -> Call:
+        """Return the call with tensors on the meta device: shapes and dtypes alone."""
+        return self.changed(lambda tensor: torch.empty_like(tensor, device="meta"))
 
-def call_on_meta(example: Example) -> Call:
-    """Turn an example into a call with tensors on the meta device: shapes and dtypes alone."""
-    if isinstance(example, Tensor):
-        call = Call((example,), {})
-    elif isinstance(example, tuple):
-        call = Call(example, {})
-    elif isinstance(example, Mapping):
-        call = Call((), dict(example))
-    elif isinstance(example, Call):
-        call = example
-    else:
-        raise OptionError(
-            f"example is a {type(example).__name__}. Give a tensor, a tuple of arguments or a "
-            "mapping of keyword arguments."
-        )
-    args, kwargs = tree_map_only(
-        Tensor, lambda t: torch.empty_like(t, device="meta"), (call.args, call.kwargs)
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Call:
+        """Return the call with its tensors changed; of packed sequences only their data."""
+
+        def of_one(value: Any) -> Any:
+            if _is_packed(value):  # the lengths in it say what is computed
+                return value._replace(data=change(value.data))
+            return change(value) if isinstance(value, Tensor) else value
+
+        args, kwargs = tree_map(of_one, (self.args, self.kwargs), is_leaf=_is_packed)
+        return Call(args, kwargs)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether there are packed sequences among the arguments."""
+        return any(map(_is_packed, tree_leaves((self.args, self.kwargs), is_leaf=_is_packed)))
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+def as_call(example: Example) -> Call:
+    """Return the call that an example stands for, with its values."""
+    if isinstance(example, Tensor | PackedSequence):
+        return Call((example,), {})
+    if isinstance(example, tuple):
+        return Call(example, {})
+    if isinstance(example, Mapping):
+        return Call((), dict(example))
+    if isinstance(example, Call):
+        return example
+    raise OptionError(
+        f"example is a {type(example).__name__}. Give a tensor, a tuple of arguments or a mapping "
+        "of keyword arguments."
     )
-    return Call(args, kwargs)
 
 
 @contextmanager

@@ -27,15 +27,12 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils._pytree import tree_leaves
 
-from maestro_lod.cost import Call, Example, count_params
+from maestro_lod.cost import Call, Example, as_call, count_params
 from maestro_lod.deploy import plain_file
 from maestro_lod.deploy.plain_file import rebuild
 from maestro_lod.deploy.trial import (
-    as_call,
     batch_of,
-    device_of,
     drawn_call,
-    evaluating,
     interleaved,
     run,
 )
@@ -43,6 +40,7 @@ from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed,
 from maestro_lod.files import replacing
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import extract
+from maestro_lod.train.evaluate import device_of, in_mode
 
 __all__ = ["FORMATS", "INT8_TOLERANCE", "TOLERANCE", "Exported", "export", "opened", "rebuild"]
 
@@ -128,7 +126,7 @@ def export(
     onnx_file = _onnx_file() if format == "onnx" else None
     plain = extract(model) if low_rank_layers(model) else model
     call, device = as_call(example), device_of(plain)
-    with replacing(path) as temporary, evaluating(plain), torch.no_grad(), _quiet():
+    with replacing(path) as temporary, in_mode(plain, training=False), torch.no_grad(), _quiet():
         usual = drawn_call(call, device)
         run(plain, usual)  # before anything else, for a clear error
         batch: int | None = None

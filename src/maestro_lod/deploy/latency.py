@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.cost import Call, Example
+from maestro_lod.cost import Call, Example, as_call
 from maestro_lod.deploy.trial import (
-    as_call,
     batch_of,
-    device_of,
     drawn,
     drawn_call,
-    evaluating,
     interleaved,
     run,
 )
@@ -32,6 +29,7 @@ from maestro_lod.layers import LowRank, SharedHead
 from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve, resolve_for
 from maestro_lod.surgery import Form, extract, plain_form
 from maestro_lod.table import table
+from maestro_lod.train.evaluate import device_of, in_mode
 
 MOST_NOISE = 0.05
 """A measurement that scatters more than this does not excuse a layer that is slower by more."""
@@ -93,9 +91,10 @@ class LayerLatency:
         point = self.at(rank)
         return "factored" if point.ratio <= 1 + min(point.noise, MOST_NOISE) else "dense"
 
-    def seconds(self, rank: int) -> float:
-        """Return the time of the chosen form at a rank."""
-        return self.dense * (self.at(rank).ratio if self.choose(rank) == "factored" else 1.0)
+    def seconds(self, rank: int, form: Form | None = None) -> float:
+        """Return the time at a rank, of the chosen form or of another one."""
+        factored = (form or self.choose(rank)) == "factored"
+        return self.dense * (self.at(rank).ratio if factored else 1.0)
 
 
 @dataclass(frozen=True)
@@ -122,18 +121,24 @@ class Latency:
             )
         return self.layers[name].choose(rank)
 
-    def predict(self, ranks: Ranks | None = None) -> float:
-        """Return the seconds that the model extracted at these ranks, by this, should take.
+    def predict(
+        self, ranks: Ranks | None = None, *, forms: Mapping[str, Form] | None = None
+    ) -> float:
+        """Return the seconds that the model extracted at these ranks should take; above 0.
 
-        The dense model as a whole was measured; what its layers gain is added up.
+        Each layer has the form that was chosen by this, or that of `forms`. The dense model as a
+        whole was measured; what its layers gain is added up.
         """
         limits = {name: (layer.rank, layer.full_rank) for name, layer in self.layers.items()}
         chosen = {name: layer.rank for name, layer in self.layers.items()}
         chosen |= resolve(ranks, limits) if ranks is not None else {}
         gained = sum(
-            layer.dense - layer.seconds(chosen[name]) for name, layer in self.layers.items()
+            layer.dense - layer.seconds(chosen[name], None if forms is None else forms[name])
+            for name, layer in self.layers.items()
         )
-        return max(self.dense - gained, 0.0)
+        alone = sum(layer.dense for layer in self.layers.values())
+        # noise may make the layers alone slower than the whole, which cannot gain more than it has
+        return self.dense - gained * min(1.0, self.dense / alone if alone else 1.0)
 
     @property
     def method(self) -> str:
@@ -201,9 +206,9 @@ def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
     layers = require_low_rank(model)
     device = device_of(model)
     call = drawn_call(as_call(example), device)
-    with evaluating(model), torch.inference_mode():
+    with in_mode(model, training=False), torch.inference_mode():
         uses = _recorded_uses(model, call)
-        dense = extract(model, by=_AlwaysDense())
+        dense = all_dense(model)
         variants: dict[Any, Callable[[], object]] = {_WHOLE: lambda: run(dense, call)}
         for name, layer in layers.items():
             if uses[name]:
@@ -243,6 +248,11 @@ def round_ranks(model: nn.Module, ranks: Ranks | None, *, multiple: int = 8) -> 
         return min(max(nearest_multiple, multiple), stored // multiple * multiple)
 
     return {name: rounded(r, layers[name].rank) for name, r in resolve_for(model, ranks).items()}
+
+
+def all_dense(model: nn.Module) -> nn.Module:
+    """Return the model extracted with every layer multiplied out."""
+    return extract(model, by=_AlwaysDense())
 
 
 class _AlwaysDense:

@@ -13,11 +13,12 @@ from typing import Any, overload
 
 from maestro_lod.deploy.plot import svg
 from maestro_lod.deploy.replay import number
-from maestro_lod.errors import CheckpointError, OptionError
+from maestro_lod.errors import CheckpointError, OptionError, listed, nearest
 from maestro_lod.files import replacing
 from maestro_lod.table import table
 
 _FORMAT = "maestro-lod frontier 1"
+_LIMITS = ("max_params", "max_macs", "max_bytes", "max_latency", "min_accuracy")
 
 
 @dataclass(frozen=True)
@@ -102,31 +103,61 @@ class Frontier(Sequence[Point]):
         min_accuracy: float | None = None,
     ) -> Point:
         """Return the best submodel within all limits with its costs; arguments as for `pick`."""
-        given = {
-            "params": max_params,
-            "macs": max_macs,
-            "bytes": max_bytes,
-            "latency": max_latency,
-            "accuracy": min_accuracy,
+        limits = {
+            "max_params": max_params,
+            "max_macs": max_macs,
+            "max_bytes": max_bytes,
+            "max_latency": max_latency,
+            "min_accuracy": min_accuracy,
         }
+        within = self.within(limits)
+        if not within:
+            raise OptionError(self.why_none(limits))
+        return within[0]
+
+    def within(self, limits: Mapping[str, float | None]) -> list[Point]:
+        """Return the submodels within all limits, best first; `limits` has arguments of `pick`."""
+        checked = self._limits(limits)
+        within = [p for p in self.points if all(limit.excess(p) <= 0.0 for limit in checked)]
+        if [limit.key for limit in checked] == ["accuracy"]:
+            return sorted(within, key=lambda p: (self._cost_of(p), p.loss))
+        if all(p.accuracy is not None for p in within):
+            return sorted(within, key=lambda p: (-(p.accuracy or 0.0), p.loss, self._cost_of(p)))
+        return sorted(within, key=lambda p: (p.loss, self._cost_of(p)))
+
+    def why_none(self, limits: Mapping[str, float | None]) -> str:
+        """Say which of the limits no submodel meets, and what the nearest one has."""
+        checked = self._limits(limits)
+
+        def shown(point: Point, keys: Sequence[str]) -> str:
+            return ", ".join(f"{key} {self._shown(point, key)}" for key in keys)
+
+        for limit in checked:
+            near = min(self.points, key=limit.excess)
+            if limit.excess(near) > 0.0:
+                return (
+                    f"no submodel meets {limit.shown}: the nearest has {shown(near, [limit.key])}."
+                )
+        near = min(self.points, key=lambda p: max(limit.excess(p) for limit in checked))
+        wanted = " and ".join(limit.shown for limit in checked)
+        return (
+            f"no submodel meets {wanted} together: the nearest has "
+            f"{shown(near, [limit.key for limit in checked])}."
+        )
+
+    def _limits(self, given: Mapping[str, float | None]) -> list[_Limit]:
         limits = [self._limit(key, value) for key, value in given.items() if value is not None]
         if not limits:
-            raise OptionError(
-                "no limit was given. Give max_params, max_macs, max_bytes, max_latency or "
-                "min_accuracy."
-            )
-        within = [p for p in self.points if all(limit.excess(p) <= 0.0 for limit in limits)]
-        if not within:
-            raise OptionError(self._why_none(limits))
-        if [limit.key for limit in limits] == ["accuracy"]:
-            return min(within, key=lambda p: (self._cost_of(p), p.loss))
-        if all(p.accuracy is not None for p in within):
-            return max(within, key=lambda p: (p.accuracy, -p.loss, -self._cost_of(p)))
-        return min(within, key=lambda p: (p.loss, self._cost_of(p)))
+            raise OptionError(f"no limit was given. Give one or more of {listed(_LIMITS)}.")
+        return limits
 
-    def _limit(self, key: str, value: float) -> _Limit:
-        option = f"min_{key}" if key == "accuracy" else f"max_{key}"
-        shown = f"{option}={value!r}"
+    def _limit(self, option: str, value: float) -> _Limit:
+        if option not in _LIMITS:
+            raise OptionError(
+                f"there is no limit {option!r}.{nearest(option, _LIMITS)} Limits: "
+                f"{listed(_LIMITS)}."
+            )
+        key, shown = option.partition("_")[2], f"{option}={value!r}"
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise OptionError(f"{shown} is no number.")
         whole, bound = isinstance(value, numbers.Integral), float(value)
@@ -150,23 +181,6 @@ class Frontier(Sequence[Point]):
                 )
             bound *= getattr(self.dense, key)
         return _Limit(key, bound, shown)
-
-    def _why_none(self, limits: list[_Limit]) -> str:
-        def shown(point: Point, keys: Sequence[str]) -> str:
-            return ", ".join(f"{key} {self._shown(point, key)}" for key in keys)
-
-        for limit in limits:
-            near = min(self.points, key=limit.excess)
-            if limit.excess(near) > 0.0:
-                return (
-                    f"no submodel meets {limit.shown}: the nearest has {shown(near, [limit.key])}."
-                )
-        near = min(self.points, key=lambda p: max(limit.excess(p) for limit in limits))
-        wanted = " and ".join(limit.shown for limit in limits)
-        return (
-            f"no submodel meets {wanted} together: the nearest has "
-            f"{shown(near, [limit.key for limit in limits])}."
-        )
 
     def _shown(self, point: Point, key: str) -> str:
         value, dense = getattr(point, key), getattr(self.dense, key)

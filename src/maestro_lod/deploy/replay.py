@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from maestro_lod.cost import Call, call_on_meta
+from maestro_lod.cost import Call
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import activated, require_low_rank
 
@@ -299,7 +299,7 @@ class Replay:
             module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
         ) -> Any:
             if module is self.model and self.call is None:
-                self.call = call_on_meta(Call(args, kwargs))
+                self.call = Call(args, kwargs).on_meta()
             index = len(self._calls)
             self._calls.append(call := _Called(module, inside[-1] if inside else -1))
             if not inside:

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from maestro_lod.cost import Call, Example, call_on_meta
+from maestro_lod.cost import Call
 from maestro_lod.errors import LayerError, OptionError
 
 _CALLS, _SECONDS = 3, 3e-3  # one timing has at least so many calls and lasts at least so long
-
-
-def as_call(example: Example) -> Call:
-    """Return the call that an example stands for, with its values."""
-    if isinstance(example, Tensor):
-        return Call((example,), {})
-    if isinstance(example, tuple):
-        return Call(example, {})
-    if isinstance(example, Mapping):
-        return Call((), dict(example))
-    return example if isinstance(example, Call) else call_on_meta(example)  # which refuses it
 
 
 def drawn_call(call: Call, device: torch.device, *, batch: int | None = None) -> Call:
@@ -68,11 +56,6 @@ def batch_of(call: Call) -> int:
     return int(tensors[0].shape[0])
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter."""
-    return next(model.parameters()).device
-
-
 def run(model: nn.Module, call: Call) -> Any:
     """Call a model; what goes wrong is told as a fault of the example."""
     try:
@@ -82,18 +65,6 @@ def run(model: nn.Module, call: Call) -> Any:
             f"{type(model).__name__} does not run on this example "
             f"({type(error).__name__}: {error})."
         ) from error
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode for the `with` block; each module gets its own mode back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def interleaved(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from maestro_lod.checkpoint import save
-from maestro_lod.cost import summary
+from maestro_lod.cost import as_call, summary
 from maestro_lod.deploy.export import Exported, export, opened
 from maestro_lod.deploy.frontier import frontier
-from maestro_lod.deploy.latency import Latency, latency, round_ranks
+from maestro_lod.deploy.latency import Latency, all_dense, latency, round_ranks
 from maestro_lod.deploy.points import Frontier, Point
-from maestro_lod.deploy.trial import as_call, drawn_call, interleaved
+from maestro_lod.deploy.trial import drawn_call, interleaved
 from maestro_lod.deploy.trial import run as run_call
 from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.layers.ranks import low_rank_layers
@@ -28,14 +29,20 @@ from maestro_lod.surgery import Form, decompose, extract
 from maestro_lod.table import table
 from maestro_lod.tasks.data import Data
 from maestro_lod.tasks.run import Run
+from maestro_lod.tasks.setup import loss_of
 from maestro_lod.train.evaluate import (
     CrossEntropy,
+    Loss,
+    Score,
     call,
     device_of,
     evaluate,
     hits_of,
+    in_mode,
     on_device,
     recalibrate,
+    samples_in,
+    sums,
 )
 
 SAMPLES = 2048  # of the training set, in the one batch that the search looks at; as in the paper
@@ -65,7 +72,7 @@ class Trained:
 
     def dense(self) -> nn.Module:
         """Return the model with every layer multiplied out."""
-        return extract(self.model, by=_AlwaysDense())
+        return all_dense(self.model)
 
     def example(self, batch: int) -> Any:
         """Return inputs of so many samples, copies of the data's example."""
@@ -86,12 +93,15 @@ class Trained:
 
     def test(self, model: nn.Module | None = None) -> dict[str, float]:
         """Return the test metrics of the model, at its active ranks, or of another one."""
-        return {} if self.data.test is None else evaluate(model or self.model, self.data.test)
+        if self.data.test is None:
+            return {}
+        return evaluate(model or self.model, self.data.test, self.loss)
 
-
-class _AlwaysDense:
-    def choose(self, name: str, rank: int) -> Form:
-        return "dense"
+    @property
+    def loss(self) -> Loss:
+        """What sizes are judged by, as the run itself was: its own loss, or plain cross-entropy."""
+        loss = loss_of(self.run.recipe)
+        return CrossEntropy() if isinstance(loss, CrossEntropy) else loss
 
 
 # -- the frontier ------------------------------------------------------------------------------
@@ -102,13 +112,14 @@ def search(trained: Trained, **options: Any) -> Frontier:
 
     Accuracies are those of the validation data, if there are any: the test set stays out.
     """
-    batches = _search_batches(trained.data)
+    batches, loss = _search_batches(trained.data), trained.loss
     held_out = trained.data.validation or batches
+    has_classes = _has_classes(trained.model, batches)
     return frontier(
         trained.model,
-        lambda model: _mean_loss(model, batches),
+        lambda model: _mean_loss(model, batches, loss),
         example=trained.data.example,
-        accuracy=(lambda model: _accuracy(model, held_out)) if _has_classes(batches) else None,
+        accuracy=(lambda model: _accuracy(model, held_out)) if has_classes else None,
         **options,
     )
 
@@ -144,25 +155,25 @@ def _search_batches(data: Data) -> list[tuple[Any, Any]]:
     batches, count = [], 0
     for inputs, target in data.train:
         batches.append((inputs, target))
-        count += len(target)
+        count += samples_in(target)
         if count >= SAMPLES:
             break
     if not batches:
         raise OptionError("the training data is empty: there is nothing to search on.")
-    if all(isinstance(inputs, Tensor) for inputs, _ in batches):
+    if all(isinstance(part, Tensor) for batch in batches for part in batch):
         inputs = torch.cat([inputs for inputs, _ in batches])[:SAMPLES]
         return [(inputs, torch.cat([target for _, target in batches])[:SAMPLES])]
     return batches
 
 
-def _mean_loss(model: nn.Module, batches: Sequence[tuple[Any, Any]]) -> Tensor:
-    """Return the mean loss over all targets of some batches."""
-    device, total, count = device_of(model), torch.zeros(()), 0
+def _mean_loss(model: nn.Module, batches: Sequence[tuple[Any, Any]], loss: Loss) -> float:
+    """Return the mean loss over all targets of some batches; NaN if none of them counts."""
+    device, score = device_of(model), Score()
     for inputs, target in batches:
-        targets = int((target != -100).sum())
-        loss = CrossEntropy()(call(model, on_device(inputs, device)), on_device(target, device))
-        total, count = total + loss.cpu() * targets, count + targets
-    return total / count
+        target = on_device(target, device)
+        output = call(model, on_device(inputs, device))
+        score.add(loss(output, target), output, target, summed=sums(loss))
+    return score.means().get("loss", math.nan)
 
 
 def _accuracy(model: nn.Module, batches: Any) -> float:
@@ -176,8 +187,12 @@ def _accuracy(model: nn.Module, batches: Any) -> float:
     return correct / count
 
 
-def _has_classes(batches: Sequence[tuple[Any, Any]]) -> bool:
-    return all(isinstance(t, Tensor) and t.dtype == torch.int64 for _, t in batches)
+def _has_classes(model: nn.Module, batches: Sequence[tuple[Any, Any]]) -> bool:
+    """Say whether the model scores classes that are the targets, so that it has an accuracy."""
+    device, (inputs, target) = device_of(model), batches[0]
+    with torch.no_grad(), in_mode(model, training=False):
+        output = call(model, on_device(inputs, device))
+    return hits_of(output, on_device(target, device)) is not None
 
 
 # -- deployment --------------------------------------------------------------------------------
@@ -188,6 +203,7 @@ class Deployed:
     """One file that was written, beside the dense model in the same format."""
 
     file: Exported
+    """Its path is the name alone, in the directory that it is deployed to."""
     seconds: float
     dense_seconds: float
 
@@ -201,6 +217,7 @@ class Deployment:
     """What `deploy` chose and wrote."""
 
     point: Point
+    """The size, with the costs of the form that was written and the latency that was predicted."""
     params: int
     macs: int
     dense_params: int
@@ -262,23 +279,20 @@ def deploy(
 ) -> Deployment:
     """Write the best size within limits to files in each format, verified, tested and timed.
 
-    Layers that are slower factored are multiplied out as far as the limits allow. A model that is
-    still slower than its dense form in a format is refused unless `allow_slower`, and then nothing
-    is left of it.
+    The limits hold for what is written, ranks rounded if to a `multiple`, latency on this machine
+    at this batch size. Layers that are slower factored are multiplied out as far as the limits
+    allow. A file that takes longer than the limit is refused, and so is one that is slower than the
+    dense model in its format, unless `allow_slower`; then nothing is left of any.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OptionError(f"--out {out} exists and is not empty. Give another.")
     found = frontier_of(trained, progress)
-    point = found.point(**limits)
-    ranks = point.ranks
-    if multiple is not None:
-        ranks = round_ranks(trained.model, ranks, multiple=multiple)
     example = trained.example(batch)
     measured = latency(trained.model, example)
-    small = _fastest_within(trained, ranks, found, limits, measured)
+    found = found.with_latency(measured.predict, measured.dense)  # its own are of another batch
+    point, small = _best_within(trained, found, limits, measured, multiple)
     dense = trained.dense()
     test, dense_test = trained.tested(small), trained.tested(dense)
-    costs = summary(small, trained.data.example)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as workplace:
         files = [
@@ -286,6 +300,13 @@ def deploy(
             for format_ in formats
             for quantize in ((None, "int8") if int8 and format_ == "onnx" else (None,))
         ]
+        longest = max(files, key=lambda file: file.seconds)
+        if longest.seconds > limits.get("max_latency", math.inf) * _NOISE:
+            raise OptionError(
+                f"{longest.file.path.name} takes {1e3 * longest.seconds:.3g} ms here at batch "
+                f"{batch}, above max_latency={limits['max_latency']!r}. Allow more time, or ask "
+                "for a smaller size too, such as with --max-macs."
+            )
         slow = [file for file in files if file.over_dense > _NOISE]
         if slow and not allow_slower:
             worst = max(slow, key=lambda file: file.over_dense)
@@ -295,7 +316,7 @@ def deploy(
                 "as it is with --allow-slower."
             )
         deployment = Deployment(
-            point, costs.params, costs.macs, found.dense.params,
+            point, point.params, point.macs or 0, found.dense.params,
             found.dense.macs or 0, test, dense_test, files, batch, torch.get_num_threads(),
         )  # fmt: skip
         (Path(workplace) / "deploy.json").write_text(json.dumps(deployment.to_dict(), indent=1))
@@ -318,39 +339,83 @@ class _Forms:
         return self.forms[name]
 
 
-def _fastest_within(
+def _best_within(
     trained: Trained,
-    ranks: Mapping[str, int],
     found: Frontier,
     limits: Mapping[str, float],
     measured: Latency,
-) -> nn.Module:
-    """Multiply out the layers that are slower factored, as long as the limits still hold."""
-    layers = low_rank_layers(trained.model)
+    multiple: int | None = None,
+) -> tuple[Point, nn.Module]:
+    """Return the best size that is within the limits as it is deployed, and its plain model.
+
+    With a `multiple`, sizes are those of the frontier with their ranks rounded. What such a size
+    is worth was not searched, so it is evaluated.
+    """
+    found.point(**limits)  # refuses limits that no size meets even as it was found
+    tried: list[Point] = []
+    for point in found.within(limits):
+        ranks = point.ranks
+        if multiple is not None:
+            ranks = round_ranks(trained.model, ranks, multiple=multiple)
+        if any(ranks == other.ranks for other in tried):
+            continue
+        size, plain = _fastest_within(trained, replace(point, ranks=ranks), found, limits, measured)
+        if ranks != point.ranks and _holds(size, found, limits):
+            again = search(trained, ranks=[ranks])[-1]
+            size = replace(size, loss=again.loss, accuracy=again.accuracy)
+        if _holds(size, found, limits):
+            return size, plain
+        tried.append(size)
+    rounded = "" if multiple is None else f" with its ranks rounded to multiples of {multiple}"
+    raise OptionError(
+        f"{replace(found, points=tuple(tried)).why_none(limits)} That is as it would be "
+        f"deployed{rounded}. Give wider limits{'' if multiple is None else ', or another --round'}."
+    )
+
+
+def _fastest_within(
+    trained: Trained,
+    point: Point,
+    found: Frontier,
+    limits: Mapping[str, float],
+    measured: Latency,
+) -> tuple[Point, nn.Module]:
+    """Multiply out the layers that are slower factored, as long as limits on the size hold.
+
+    Returns the point with the costs of this form, whether or not it is within the limits, and the
+    plain model.
+    """
+    ranks, layers = point.ranks, low_rank_layers(trained.model)
     forms: dict[str, Form] = {
         name: "dense" if layer.dense_is_cheaper(ranks[name]) else "factored"
         for name, layer in layers.items()
     }
+    sizes = {key: limits[key] for key in limits if key in ("max_params", "max_macs", "max_bytes")}
+    best = _deployed(trained, point, forms, measured)
     for name in layers:
         if forms[name] == "factored" and measured.choose(name, ranks[name]) == "dense":
-            tried = {**forms, name: "dense"}
-            plain = extract(trained.model, ranks, by=_Forms(tried))
-            if _holds(plain, found, limits, trained.data.example):
-                forms = tried
-    return extract(trained.model, ranks, by=_Forms(forms))
+            tried: dict[str, Form] = {**forms, name: "dense"}
+            other = _deployed(trained, point, tried, measured)
+            if not sizes or _holds(other[0], found, sizes):
+                forms, best = tried, other
+    return best
 
 
-def _holds(plain: nn.Module, found: Frontier, limits: Mapping[str, float], example: Any) -> bool:
-    """Say whether a plain model is within the limits on what it costs."""
-    costs = summary(plain, example)
+def _deployed(
+    trained: Trained, point: Point, forms: Mapping[str, Form], measured: Latency
+) -> tuple[Point, nn.Module]:
+    """Return a point with what it costs in these forms, and its plain model in them."""
+    plain = extract(trained.model, point.ranks, by=_Forms(forms))
+    costs = summary(plain, trained.data.example)
     size = sum(t.numel() * t.element_size() for t in (*plain.parameters(), *plain.buffers()))
-    for key, value in (("params", costs.params), ("macs", costs.macs), ("bytes", size)):
-        limit = limits.get(f"max_{key}")
-        if limit is not None:
-            bound = limit if isinstance(limit, int) else limit * getattr(found.dense, key)
-            if value > bound:
-                return False
-    return True
+    seconds = measured.predict(point.ranks, forms=forms)
+    deployed = replace(point, params=costs.params, macs=costs.macs, bytes=size, latency=seconds)
+    return deployed, plain
+
+
+def _holds(point: Point, found: Frontier, limits: Mapping[str, float]) -> bool:
+    """Say whether a point is within limits, of which shares are of the frontier's dense model."""
+    return bool(replace(found, points=(point,)).within(limits))
 
 
 def _written(
@@ -373,7 +438,7 @@ def _written(
             times = interleaved({"small": run_small, "dense": run_dense}, rounds=_ROUNDS)
     ratio = statistics.median(a / b for a, b in zip(times["small"], times["dense"], strict=True))
     seconds = statistics.median(times["dense"])
-    return Deployed(file, ratio * seconds, seconds)
+    return Deployed(replace(file, path=Path(path.name)), ratio * seconds, seconds)
 
 
 def _eager(model: nn.Module, runs: Any) -> Callable[[], object]:
@@ -400,12 +465,10 @@ def bench(
     }
     for share in shares:
         try:
-            point = found.point(max_macs=share)
+            _, small = _best_within(trained, found, {"max_macs": share}, measured)
         except OptionError:
             continue  # the frontier does not reach so far down
-        models[f"MACs ≤ {share:g}×"] = _fastest_within(
-            trained, point.ranks, found, {"max_macs": share}, measured
-        )
+        models[f"MACs ≤ {share:g}×"] = small
     tests = {name: trained.tested(model) for name, model in models.items()}
     runs = drawn_call(as_call(example), device_of(trained.model))
     with torch.inference_mode():

@@ -48,7 +48,7 @@ class Setup:
         """Make the parts; randomness comes from the recipe's seed."""
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
-        loss = _loss(recipe)  # before the data, which may take long
+        loss = loss_of(recipe)  # before the data, which may take long
         data = data_of(recipe)
         model = model_of(recipe, data)
         _rehearse(recipe, model, data)
@@ -173,7 +173,8 @@ def _optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _loss(recipe: Recipe) -> Loss:
+def loss_of(recipe: Recipe) -> Loss:
+    """Return the loss of a recipe, as it is trained with."""
     name = recipe.loss.name
     if ":" in name:
         return _own_function(name, "loss")

@@ -44,6 +44,12 @@ class CrossEntropy:
             reduction=self.reduction,
         )
 
+    def soft(self, output: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
+        """Return the same with the probabilities of a teacher's scores in place of targets."""
+        counts = target.flatten() != IGNORED
+        scores, taught = (t.flatten(0, -2)[counts] for t in (output, teacher))
+        return F.cross_entropy(scores, taught.softmax(-1), reduction=self.reduction)
+
 
 @dataclass
 class Score:
@@ -58,7 +64,7 @@ class Score:
     def add(self, loss: Tensor, output: Any, target: Any, *, summed: bool = False) -> None:
         """Add one batch, given its mean loss, or the sum of its losses."""
         hits = hits_of(output, target)
-        count = _length(target) if hits is None else hits.numel()
+        count = samples_in(target) if hits is None else hits.numel()
         if hits is not None:
             self.correct += hits.sum().item()
             self.classified += count
@@ -98,7 +104,7 @@ def hits_of(output: Any, target: Any) -> Tensor | None:
     return hits[target != IGNORED]
 
 
-def _length(target: Any) -> int:
+def samples_in(target: Any) -> int:
     """Count the samples of a batch by the first tensor in its target; 1 if there is none."""
     return next((len(t) for t in tree_leaves(target) if isinstance(t, Tensor) and t.ndim), 1)
 
