@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import maestro_lod as lod
 from maestro_lod.checkpoint import load_state, save_state
-from maestro_lod.cost import Ledger
+from maestro_lod.cost import Ledger, count_params
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.train.budget import Costs, fitting_ranks
 from maestro_lod.train.fit import Progress
@@ -264,3 +264,31 @@ def test_once_landed_every_other_step_trains_the_whole_model() -> None:
     booked = train.ledger.epochs[-1].macs
     assert sampled is not None and whole is not None
     assert booked == pytest.approx((sampled + whole) / 2)
+
+
+class Upsampling(nn.Module):
+    """A layer whose output size only the dense form can be asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.ConvTranspose2d(16, 16, 3, stride=2), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.up(x, output_size=[8, 8]).flatten(1)[:, :64])
+
+
+def test_layers_that_are_deployed_dense_count_as_dense() -> None:
+    torch.manual_seed(0)
+    model = lod.decompose(Upsampling())
+    x = torch.randn(2, 16, 3, 3)
+    model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train = lod.LoD(model, optimizer, budget={"params": 0.7, "steps": 3})
+    for _ in range(4):
+        with train.step():
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    train.end_epoch()
+    assert train.budget is not None
+    assert count_params(lod.extract(model)) <= train.budget.limit

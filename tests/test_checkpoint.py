@@ -968,3 +968,42 @@ def test_compiled_models_are_saved_and_loaded_by_their_own_names(path: Path) -> 
     again = torch.compile(net(), backend="eager")
     assert lod.load(path, into=again, ranks=2) is again
     assert lod.ranks(again) == dict.fromkeys(lod.ranks(model), 2)
+
+
+class Upsampling(nn.Module):
+    """A layer whose output size only the dense form can be asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(8, 8, 3, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x, output_size=[8, 8])
+
+
+def test_how_a_layer_is_called_is_known_after_loading(path: Path) -> None:
+    model, x = lod.decompose(Upsampling(), ranks=1), torch.randn(1, 8, 3, 3)
+    expected = model(x)
+    lod.save(model, path)
+    for into in (Upsampling(), lod.decompose(Upsampling())):
+        plain = lod.extract(lod.load(path, into=into))
+        torch.testing.assert_close(plain(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lod.save(trained_net(), path)
+    restructured = checkpoint._restructured
+
+    def replaced_meanwhile(*arguments: Any) -> nn.Module:
+        lod.save(trained_net(ranks=2), path)
+        return restructured(*arguments)
+
+    into = net()
+    before = {key: value.clone() for key, value in into.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_restructured", replaced_meanwhile)
+        with pytest.raises(CheckpointError, match="replaced while it was read"):
+            lod.load(path, into=into)
+    assert all(torch.equal(value, before[key]) for key, value in into.state_dict().items())

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.errors import LayerError, OptionError
+from maestro_lod.errors import CheckpointError, LayerError, OptionError
 from maestro_lod.layers import LowRank, LowRankEmbedding, LowRankLinear, SharedHead
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -627,3 +627,17 @@ def test_a_head_without_its_embedding_is_not_extracted() -> None:
     part = nn.Sequential(model.inner, model.head)
     with pytest.raises(LayerError, match="Extract the model that holds both"):
         lod.extract(part)
+
+
+def test_autocast_leaves_look_ups_as_they_are() -> None:
+    dense = nn.Sequential(nn.Embedding(50, 16))
+    model = lod.decompose(copy.deepcopy(dense))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(ids()).dtype == dense(ids()).dtype == torch.float32
+
+
+def test_a_head_without_its_embedding_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"head shares the factors.*holds both"):
+        part = nn.ModuleDict({"head": shared().head, "other": lod.decompose(nn.Linear(4, 4))})
+        lod.save(part, tmp_path / "part.safetensors")
+    assert not list(tmp_path.iterdir())

@@ -122,3 +122,16 @@ def test_files_may_be_read_by_whom_the_user_wants(
         os.umask(before)
     assert stat.filemode((tmp_path / name).stat().st_mode) == "-rw-r-----"
     assert names(tmp_path) == [name]
+
+
+def test_permissions_of_what_others_write_meanwhile_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking for the mask means setting it, for all threads of the process."""
+
+    def refuse(_: int) -> int:
+        raise AssertionError("the mask of the process was changed")
+
+    monkeypatch.setattr(os, "umask", refuse)
+    with replacing(tmp_path / "file.txt") as place:
+        place.write_text("whole")

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -25,9 +26,13 @@ from maestro_lod import (
     importance,
     ranks,
     set_ranks,
+    summary,
 )
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.layers import LowRank
+from maestro_lod.train.budget import Costs, fitting_ranks
+from maestro_lod.train.evaluate import IGNORED, CrossEntropy
+from maestro_lod.train.fit import fit
 from maestro_lod.train.lod import reachable_importance
 from maestro_lod.train.sampling import STRATEGIES
 
@@ -364,7 +369,17 @@ BAD_OPTIONS = [
     {"min_rank": 1.5},
     {"sampling": "sometimes"},
     {"sampling": None},
+    {"sampling": ["pairs"]},
+    {"seed": None},
+    {"seed": 1.5},
     {"distill": True},
+    {"budget": 0.2},
+    {"budget": {"steps": 1.5, "params": 0.5}},
+    {"steps": -5, "pressure": 64},
+    {"steps": float("nan"), "pressure": 64},
+    {"steps": float("inf"), "pressure": 64},
+    {"steps": "many", "pressure": 64},
+    {"steps": 0, "pressure": 64},
 ]
 
 
@@ -898,6 +913,11 @@ def test_what_is_no_state_is_refused_and_changes_nothing():
     before = train.state_dict()
     with pytest.raises(TrainingError, match=r"no state of a LoD.*sampler"):
         train.load_state_dict({"epoch": 3, "ranks": ranks(model)})
+    with pytest.raises(TrainingError, match="no state of a LoD"):
+        train.load_state_dict(None)
+    for part in before:
+        with pytest.raises(TrainingError, match=f"it has no {part}"):
+            train.load_state_dict({key: value for key, value in before.items() if key != part})
     assert train.epoch == before["epoch"]
 
 
@@ -909,3 +929,153 @@ def test_a_model_that_runs_at_fewer_ranks_is_not_trained():
         LoD(model, sgd(model))
     set_ranks(model, None)
     LoD(model, sgd(model))
+
+
+@pytest.mark.parametrize("frozen", ["u", "uv"])
+def test_pressure_on_layers_that_are_not_trained_is_refused(frozen: str) -> None:
+    model = low_rank_model()
+    for layer in layers(model).values():
+        for key in frozen:
+            getattr(layer, key).requires_grad_(False)
+    with pytest.raises(OptionError, match=r"pressure=64.*trained.*frozen"):
+        LoD(model, sgd(model), pressure=64, steps=10)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    model = low_rank_model()
+    budget = {"params": np.float32(0.75), "steps": np.int64(3)}
+    train = LoD(model, sgd(model), budget=budget, min_rank=np.int64(2), seed=np.int64(1))
+    assert train.budget is not None
+    assert (train.budget.steps, train.min_rank) == (3, 2)
+
+
+def test_what_is_no_averaged_copy_is_refused_at_once() -> None:
+    model = low_rank_model()
+    with pytest.raises(MaestroError, match=r"ema is a Sequential.*AveragedModel"):
+        LoD(model, sgd(model), ema=copy.deepcopy(model))
+
+
+class Sentences(nn.Sequential):
+    """Scores of classes in the last dimension, as models of text have them."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(20, 16), nn.Linear(16, 20))
+
+
+def test_distilling_goes_over_classes_wherever_they_are() -> None:
+    model = decompose(Sentences())
+    x, y = torch.randint(20, (4, 7)), torch.randint(20, (4, 7))
+    y[:, 5:] = IGNORED  # which neither pass may learn from
+    hard = CrossEntropy()
+    train = LoD(model, sgd(model), full_pass=True, distill=True, seed=2)
+    ours = train.backward(
+        lambda: model(x), lambda o: hard(o, y), soft_loss=lambda o, t: hard.soft(o, t, y)
+    )
+    full = model(x)
+    with at_ranks(model, RankSampler(model, seed=2).sample()):
+        sampled = model(x)
+    taught = full.detach().softmax(-1)[:, :5].flatten(0, 1)
+    soft = F.cross_entropy(sampled[:, :5].flatten(0, 1), taught)
+    torch.testing.assert_close(ours, (hard(full, y) + soft).detach())
+
+
+def test_distilling_in_fit_goes_over_the_classes_of_its_loss() -> None:
+    def trained(soft: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = decompose(Sentences())
+        x, y = torch.randint(20, (4, 7)), torch.randint(20, (4, 7))
+        optimizer = sgd(model)
+        train = LoD(model, optimizer, full_pass=True, distill=True, seed=2)
+        if soft:
+            fit(model, [(x, y)], optimizer=optimizer, lod=train, epochs=1)
+        else:
+            loss = CrossEntropy()
+            train.backward(
+                lambda: model(x), lambda o: loss(o, y), soft_loss=lambda o, t: loss.soft(o, t, y)
+            )
+            optimizer.step()
+        return model[1].u.detach()
+
+    torch.testing.assert_close(trained(soft=True), trained(soft=False))
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (lambda y: y[:, None, :], r"the output is \(16, 1, 3\).*soft_loss"),
+        (lambda y: {"logits": y}, r"the output is dict.*soft_loss"),
+        (lambda y: y[:, :1], r"a single score"),
+    ],
+    ids=["sequences", "mapping", "one score"],
+)
+def test_distilling_what_is_no_class_score_is_refused(output, words) -> None:
+    model = low_rank_model()
+    train = LoD(model, sgd(model), full_pass=True, distill=True)
+    x, _ = batch(0, 0)
+    with pytest.raises(OptionError, match=words):
+        train.backward(
+            lambda: output(model(x)), lambda o: (o["logits"] if isinstance(o, dict) else o).sum()
+        )
+
+
+def test_a_full_pass_takes_outputs_of_any_structure() -> None:
+    model = low_rank_model()
+    x, y = batch(0, 0)
+
+    def loss(output: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(output["logits"], y)
+
+    train = LoD(model, sgd(model), full_pass=True)
+    assert train.backward(lambda: {"logits": model(x)}, loss).isfinite()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"penalty": 0.1, "proximal": True}, {"budget": {"params": 0.5}}]
+)
+def test_a_step_that_a_scaler_skips_moves_nothing(fused: bool, options: dict) -> None:
+    model = low_rank_model()
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    train = LoD(model, optimizer, **options)
+    scaler = torch.amp.GradScaler("cpu")
+    before = copy.deepcopy(model.state_dict())
+    with train.step():
+        scaler.scale(model(batch(0, 0)[0]).sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same(before, model.state_dict())
+    assert train.budget is None or train.budget.step == 0
+
+
+def test_models_of_packed_sequences_train_and_are_counted() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent, self.out = nn.LSTM(8, 16), nn.Linear(16, 5)
+
+        def forward(self, x: nn.utils.rnn.PackedSequence) -> Tensor:
+            return self.out(self.recurrent(x)[0].data)
+
+    model = decompose(Packed())
+    x = nn.utils.rnn.pack_sequence([torch.randn(5, 8), torch.randn(3, 8)])
+    train = LoD(model, sgd(model))
+    with train.step():
+        model(x).sum().backward()
+    train.end_epoch()
+    assert train.ledger.dense_macs == 8 * (4 * 16 * (8 + 16) + 16 * 5)
+    for example in (x, (x,), {"x": x}):
+        assert summary(model, example).dense_macs == train.ledger.dense_macs
+
+
+def test_another_default_device_changes_nothing() -> None:
+    expected = RankSampler(low_rank_model(), seed=3)
+    sampler = RankSampler(model := low_rank_model(), seed=3)
+    with torch.device("meta"):
+        drawn = [sampler.sample() for _ in range(30)]
+        ranks_kept = fitting_ranks(
+            {"a": torch.tensor([3.0, 1.0], device="cpu")}, {"a": range(1, 3)},
+            Costs({"a": 10}, {"a": 100}, {"a": 5}, 0), 15,
+        )  # fmt: skip
+    assert drawn == [expected.sample() for _ in range(30)]
+    assert ranks_kept == {"a": 1}
+    assert sampler.state_dict()["pending"].device == model[0].u.device

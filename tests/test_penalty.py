@@ -391,3 +391,13 @@ def test_prox_refuses_a_step_that_makes_no_sense(step):
     with pytest.raises(MaestroError, match="step"):
         prox_group_lasso_(model, step)
     assert all(torch.equal(a, b) for a, b in zip(before, factors(model), strict=True))
+
+
+def test_what_was_looked_at_in_inference_mode_can_be_differentiated_twice() -> None:
+    model = decompose(nn.Sequential(nn.Linear(23, 19), nn.Linear(19, 29)))  # ranks of no other test
+    with torch.inference_mode():
+        importance(model)
+    parameters = [p for p in model.parameters() if p.ndim > 1]
+    first = torch.autograd.grad(group_lasso(model), parameters, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), parameters)
+    assert all(g.isfinite().all() for g in second)

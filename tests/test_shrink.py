@@ -576,6 +576,17 @@ def test_a_live_ddp_wrapper_is_refused_and_a_deleted_one_is_not(process_group, g
     optimizer.step()
 
 
+def test_sampling_alone_can_be_done_inside_a_live_ddp_wrapper(process_group):
+    model = low_rank_model()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    train_ = LoD(model, optim.SGD(model.parameters(), lr=0.01), shrink=False)
+    x, y = batch(0)
+    with train_.step():
+        F.cross_entropy(ddp(x), y).backward()
+    assert train_.end_epoch() == {}
+    assert train_.epoch == 1
+
+
 def test_a_wrapper_around_another_model_does_not_matter(process_group):
     model, other = low_rank_model(), low_rank_model()
     ddp = DistributedDataParallel(other)
@@ -646,3 +657,12 @@ def test_a_wrapped_model_is_not_decomposed(process_group):
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     with pytest.raises(MaestroError, match="Decompose the model first"):
         decompose(wrapped)
+
+
+def test_what_a_user_put_on_a_parameter_stays_with_it() -> None:
+    model = decompose(nn.Sequential(nn.Linear(6, 6)))
+    model[0].u.lr_scale = 0.5
+    with torch.no_grad():
+        model[0].v[2:] = 0.0
+    assert shrink(model, threshold=1e-6) == {"0": 4}
+    assert model[0].u.lr_scale == 0.5

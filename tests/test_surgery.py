@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -347,6 +348,24 @@ def extra_parameter() -> nn.Module:
     return layer
 
 
+def with_submodule() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    layer.add_module("activation", nn.Tanh())
+    return layer
+
+
+def with_rank() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    layer.rank = 3  # of a process, say
+    return layer
+
+
+def with_state_hook() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    layer.register_load_state_dict_pre_hook(lambda *_: None)
+    return layer
+
+
 def quantized_linear() -> nn.Module:
     return quietly(
         lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(6, 6)), {nn.Linear})
@@ -376,6 +395,9 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hook on the weight": (hooked_weight, "tensor hooks"),
     "hook on accumulation": (hooked_accumulation, "tensor hooks"),
     "further parameters": (extra_parameter, "further parameters (scale)"),
+    "submodule": (with_submodule, "a submodule of its own (activation)"),
+    "our name": (with_rank, "would hide its attribute rank"),
+    "hook of its state": (with_state_hook, "hooks of its state dict"),
     "one output": (lambda: nn.Linear(6, 1), "no rank saves anything (1×6)"),
     "complex": (lambda: nn.Linear(6, 6, dtype=torch.complex64), "complex64"),
     "depthwise": (
@@ -543,6 +565,8 @@ HOLDS: dict[str, Callable[[nn.Module, nn.Module], None]] = {
     "nested list": lambda model, layer: setattr(model, "extra", [[layer]]),
     "dict of lists": lambda model, layer: setattr(model, "extra", {"it": [layer]}),
     "plain attribute": lambda model, layer: object.__setattr__(model, "extra", layer),
+    "its parameters": lambda model, layer: setattr(model, "extra", list(layer.parameters())),
+    "its weight": lambda model, layer: setattr(model, "extra", {"w": (layer.weight, 1)}),
 }
 
 
@@ -970,3 +994,150 @@ def test_a_name_with_brackets_is_a_pattern_for_itself() -> None:
     model.add_module("a[0]", nn.Linear(4, 4))
     model.add_module("b", nn.Linear(4, 4))
     assert lod.ranks(lod.decompose(model, only="a[0]")) == {"a[0]": 4}
+
+
+class Counting(nn.Module):
+    """Layers of every replaced kind, each with something of the user's that hooks work on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        self.embedding = nn.Embedding(12, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embedding.weight
+        for layer in self.marked():
+            layer.register_buffer("calls", torch.zeros(()))
+            layer.register_buffer("last", torch.zeros(()), persistent=False)
+            layer.register_forward_hook(self.count)
+            layer.label = ["mine"]
+
+    @staticmethod
+    def count(layer: nn.Module, *_: Any) -> None:
+        layer.calls.add_(1)
+
+    def marked(self) -> list[nn.Module]:
+        return [self.linear, self.attention, self.recurrent, self.embedding, self.head]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.linear(self.embedding(ids))
+        x = self.recurrent(self.attention(x, x, x)[0])[0]
+        return self.head(x) * len(self.head.label) + 0 * self.head.in_features
+
+
+@pytest.mark.parametrize("rank", [1, 6, 8])
+def test_buffers_and_attributes_of_a_user_stay_with_layers_of_every_kind(
+    rank: int, tmp_path: Path
+) -> None:
+    ids = torch.randint(12, (2, 3))
+    model = lod.decompose(Counting(), tied="share", ranks=rank)
+    expected = model(ids)
+    assert [float(layer.calls) for layer in model.marked()] == [1.0] * 5
+    assert {key for key in model.state_dict() if key.endswith("last")} == set()
+    assert len([key for key in model.state_dict() if key.endswith("calls")]) == 5
+
+    plain = lod.extract(model)
+    torch.testing.assert_close(plain(ids), expected)
+    assert [float(layer.calls) for layer in plain.marked()] == [1.0] * 5
+    assert all(layer.label == ["mine"] for layer in plain.marked())
+
+    lod.save(model, tmp_path / "model.safetensors")
+    loaded = lod.load(tmp_path / "model.safetensors", into=Counting())
+    torch.testing.assert_close(loaded(ids), expected)
+    assert [float(layer.calls) for layer in loaded.marked()] == [2.0] * 5
+
+    torch.testing.assert_close(lod.fuse(model)(ids), expected)
+    assert [float(layer.calls) for layer in model.marked()] == [2.0] * 5
+    assert all(layer.label == ["mine"] for layer in model.marked())
+
+
+class Forwarding(nn.Module):
+    """Answers for the model inside, as wrappers do, and has a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 8))
+        self.inner = torch.compile(inner, backend="eager")
+        self.head = nn.Linear(8, 8)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x))
+
+
+def test_a_wrapper_that_answers_for_a_compiled_model_is_a_model_itself(tmp_path: Path) -> None:
+    model, x = Forwarding(), torch.randn(2, 16)
+    expected = model(x)
+    assert "head" in lod.ranks(lod.decompose(model))
+    torch.testing.assert_close(model(x), expected, **CLOSE)
+    torch.testing.assert_close(lod.extract(model)(x), expected, **CLOSE)
+    lod.save(model, tmp_path / "model.safetensors")
+    loaded = lod.load(tmp_path / "model.safetensors", into=Forwarding())
+    torch.testing.assert_close(loaded(x), expected, **CLOSE)
+
+
+class Remembering(nn.Module):
+    """Keeps activations in a list, as models whose features are looked at do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.seen: dict[str, list[Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.seen = {"hidden": [hidden]}
+        return self.second(hidden)
+
+
+def test_models_that_keep_activations_can_be_copied(tmp_path: Path) -> None:
+    model, x = lod.decompose(Remembering()), torch.randn(2, 8)
+    expected = model(x)
+    torch.testing.assert_close(lod.extract(model)(x), expected, **CLOSE)
+    assert lod.summary(model, x).params
+    lod.save(model, tmp_path / "model.safetensors")
+    torch.testing.assert_close(lod.load(tmp_path / "model.safetensors", into=model)(x), expected)
+
+
+def test_a_model_that_cannot_be_copied_is_refused_by_name() -> None:
+    model = lod.decompose(Remembering())
+    model.lock = threading.Lock()
+    with pytest.raises(LayerError, match=r"Remembering cannot be copied.*lock.*__deepcopy__"):
+        lod.extract(model)
+
+
+def test_a_layer_that_was_compiled_by_itself_is_not_fused() -> None:
+    model = lod.decompose(three_linears())
+    model[1] = torch.compile(model[1], backend="eager")
+    with pytest.raises(LayerError, match="1 was compiled by itself"):
+        lod.fuse(model)
+
+
+def test_ranks_for_layers_that_are_low_rank_already_are_refused() -> None:
+    model = lod.decompose(three_linears())
+    for ranks in (2, {"*": 2}):
+        with pytest.raises(LayerError, match=r"low-rank already: 0, 1, 2.*set_ranks"):
+            lod.decompose(model, ranks=ranks)
+    model = lod.decompose(three_linears(), only="0")
+    assert lod.ranks(lod.decompose(model, ranks=2)) == {"0": 6, "1": 2, "2": 2}
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(6, 6), lambda: nn.Embedding(9, 6)])
+def test_a_layer_that_has_lost_all_ranks_is_not_frozen_by_that(make: Any) -> None:
+    model = lod.decompose(nn.Sequential(make()), ranks=0)
+    assert not model[0].u.requires_grad  # optimizers cannot take empty parameters
+    assert all(p.requires_grad for p in lod.extract(model).parameters())
+    assert all(p.requires_grad for p in model[0].dense().parameters())
+
+
+def test_models_that_were_made_in_inference_mode_can_change_their_ranks() -> None:
+    with torch.inference_mode():
+        model = lod.decompose(three_linears())
+    lod.set_ranks(model, 2)
+    assert model[0].active_rank == 2

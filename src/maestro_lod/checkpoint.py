@@ -29,6 +29,7 @@ from maestro_lod.layers import (
     OPENED_TYPE,
     Attention,
     LowRank,
+    LowRankConvTranspose,
     Recurrent,
     SharedHead,
     low_rank_type,
@@ -37,8 +38,6 @@ from maestro_lod.layers.ranks import Ranks, low_rank_layers, require_low_rank, r
 from maestro_lod.surgery import (
     copy_on_meta,
     hand_over,
-    hand_over_hooks,
-    hand_over_opened,
     own_memory,
     replace_modules,
     switch_off_fast_paths,
@@ -88,6 +87,7 @@ def save(
         "opened": json.dumps(_names_of_opened(model)),
         "heads": json.dumps(_names_of_heads(model)),
         "aliases": json.dumps(aliases),
+        "dense_only": json.dumps(_names_of_dense_only(model)),
     }
     if frontier is not None:
         metadata["frontier"] = frontier.to_json()
@@ -233,9 +233,8 @@ def _load(file: Any, path: Path, into: nn.Module, ranks: Ranks | None) -> nn.Mod
     full = {name: (stored[name], m.full_rank) for name, m in low_rank_layers(rehearsal).items()}
     chosen = stored | (resolve(ranks, full) if ranks is not None else {})
     state: dict[str, Tensor] = {}
-    for key, value in _read(
-        path, {f"{n}.{f}".lstrip("."): chosen[n] for n in chosen for f in "uv"}
-    ):
+    rows = {f"{n}.{f}".lstrip("."): chosen[n] for n in chosen for f in "uv"}
+    for key, value in _read(path, rows, file.metadata()):
         is_u = key.rpartition(".")[0] in chosen and key.rpartition(".")[2] == "u"
         state[key] = value.transpose(0, 1) if is_u else value
     state |= {alias: state[key] for alias, key in aliases.items()}
@@ -248,14 +247,19 @@ def _load(file: Any, path: Path, into: nn.Module, ranks: Ranks | None) -> nn.Mod
     return model
 
 
-def _read(path: Path, rows: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+def _read(
+    path: Path, rows: Mapping[str, int], metadata: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
     """Read all tensors of a safetensors file, some of them only up to so many rows.
 
     By plain reads of exactly those bytes: a memory map would bring in whole pages and more.
+    `metadata` is what the file is known to say.
     """
     with path.open("rb", buffering=0) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
+        if header["__metadata__"] != metadata:
+            raise CheckpointError(f"{path} was replaced while it was read. Load it again.")
         for key, entry in header.items():
             if key == "__metadata__":
                 continue
@@ -302,6 +306,13 @@ class _Structure:
     ranks: dict[str, int]
     opened: list[str]
     heads: dict[str, str]
+    dense_only: list[str]
+
+
+def _names_of_dense_only(model: nn.Module) -> list[str]:
+    """Return the layers that only their dense form can replace, because of how they are called."""
+    layers = low_rank_layers(model).items()
+    return [n for n, m in layers if isinstance(m, LowRankConvTranspose) and not m.has_factored_form]
 
 
 def _names_of_opened(model: nn.Module) -> list[str]:
@@ -312,7 +323,13 @@ def _names_of_heads(model: nn.Module) -> dict[str, str]:
     """Return the heads that share an embedding's factors: name of one -> of the other."""
     modules = dict(model.named_modules())
     name_of = {id(module): name for name, module in modules.items()}
-    return {n: name_of[id(m.embedding)] for n, m in modules.items() if isinstance(m, SharedHead)}
+    heads = {n: m for n, m in modules.items() if isinstance(m, SharedHead)}
+    if outside := [n for n, head in heads.items() if id(head.embedding) not in name_of]:
+        raise CheckpointError(
+            f"{listed(outside)} shares the factors of an embedding that is not part of this "
+            f"{type(model).__name__}. Save the model that holds both."
+        )
+    return {name: name_of[id(head.embedding)] for name, head in heads.items()}
 
 
 def _header(file: Any, path: Path) -> tuple[_Structure, dict[str, str]]:
@@ -338,7 +355,8 @@ def _header(file: Any, path: Path) -> tuple[_Structure, dict[str, str]]:
         and all(len(shapes.get(f"{n}.{f}".lstrip("."), (0, 0))) > 1 for n in ranks for f in "uv")
     ):
         raise ValueError("ranks, heads, aliases and factors do not belong together")
-    return _Structure(ranks, list(opened), dict(heads)), aliases
+    dense_only = json.loads(metadata.get("dense_only", "[]"))
+    return _Structure(ranks, list(opened), dict(heads), list(dense_only)), aliases
 
 
 def _restructured(model: nn.Module, wanted: _Structure, path: Path) -> nn.Module:
@@ -352,7 +370,7 @@ def _restructured(model: nn.Module, wanted: _Structure, path: Path) -> nn.Module
         if name in wanted.opened and type(module) in OPENED_TYPE:
             new[id(module)] = OPENED_TYPE[type(module)](module)
             own_memory(new[id(module)], {})
-            hand_over_opened(module, new[id(module)])
+            hand_over(module, new[id(module)])
     model = replace_modules(model, new)
 
     modules, new = dict(model.named_modules()), {}
@@ -380,15 +398,18 @@ def _restructured(model: nn.Module, wanted: _Structure, path: Path) -> nn.Module
             embedding: Any = modules[wanted.heads[name]]
             bias = module._parameters.get("bias")
             new[id(module)] = SharedHead(new.get(id(embedding), embedding), bias)
-            hand_over_hooks(module, new[id(module)])
+            hand_over(module, new[id(module)])
     model = replace_modules(model, new)
+    for name, layer in low_rank_layers(model).items():
+        if isinstance(layer, LowRankConvTranspose) and name in wanted.dense_only:
+            layer.called_with_output_size = True
 
     new = {}
     for name, module in model.named_modules():
         if isinstance(module, Attention | Recurrent) and name not in wanted.opened:
             closed = module.closed(dict(module.named_children()))
             if closed is not None:
-                hand_over_hooks(module, closed)
+                hand_over(module, closed)
                 new[id(module)] = closed
     model = replace_modules(model, new)
     switch_off_fast_paths(model)

@@ -59,6 +59,6 @@ def require_nonnegative(option: str, value: float) -> float:
 
 def require_whole(option: str, value: int) -> int:
     """Return the value, or refuse one that is not a whole number, zero or larger."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
         raise OptionError(f"{option}={value!r} must be a whole number, zero or larger.")
-    return value
+    return int(value)

@@ -28,7 +28,9 @@ def replacing(path: Path) -> Iterator[Path]:
             yield written
             with written.open("r+b") as file:
                 os.fsync(file.fileno())
-            written.chmod(_usual_mode())  # safetensors lets nobody but the owner read
+            plain = Path(place) / "plain"
+            plain.touch()  # has the permissions of a file that is created plainly
+            written.chmod(plain.stat().st_mode)  # safetensors lets nobody but the owner read
             os.replace(written, path)  # noqa: PTH105
         _sync_directory(path.parent)
     except OSError as error:
@@ -39,13 +41,6 @@ def remove_leftovers(directory: Path) -> None:
     """Remove what processes killed while they wrote there have left; nobody may be writing now."""
     for place in directory.glob(f"{_PREFIX}*"):
         shutil.rmtree(place)
-
-
-def _usual_mode() -> int:
-    """Return the permissions of a file that is created plainly."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
 
 
 def _sync_directory(directory: Path) -> None:

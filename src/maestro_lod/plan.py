@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
@@ -247,7 +247,13 @@ class Plan:
                 )
         usable = [row for row in self.rows.values() if row.rank is not None]
         limits = {row.name: (row.full_rank or 0, row.full_rank or 0) for row in usable}
-        for name, rank in resolve(ranks, limits).items():
+        chosen = resolve(ranks, limits)
+        if chosen and all(self.rows[name].low_rank for name in chosen):
+            raise LayerError(
+                f"ranks={ranks!r} is for layers that are low-rank already: {listed(chosen)}. Use "
+                "at_ranks, set_ranks or extract to run them at smaller ranks."
+            )
+        for name, rank in chosen.items():
             if not self.rows[name].low_rank:
                 self.rows[name] = replace(self.rows[name], rank=rank)
 
@@ -255,6 +261,18 @@ class Plan:
 def _largest_shape(module: nn.Module) -> tuple[int, ...]:
     own = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
     return tuple(max(own, key=lambda p: p.numel()).shape) if own else ()
+
+
+STATE_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+_OUR_NAMES = {
+    "u", "v", "rank", "full_rank", "active_rank", "kind", "options", "positions", "matrix_shape",
+    "handed_over", "embedding",
+}  # fmt: skip
+"""What replaced layers have that dense ones do not, and a user may have put on one."""
 
 
 class _Obstacles:
@@ -271,9 +289,14 @@ class _Obstacles:
                 if parameter is not None and not is_lazy(parameter) and parameter.numel():
                     self._owners[_memory(parameter)].append((name, key, module))
             for key, value in vars(module).items():
-                if key != "_modules":
-                    where = f"{name}.{key}".lstrip(".")
-                    self._holders |= {id(m): where for m in _modules_in(value)}
+                if key in ("_modules", "_parameters", "_flat_weights"):  # the last is torch's own
+                    continue
+                where = f"{name}.{key}".lstrip(".")
+                for held in held_in(value):
+                    if isinstance(held, nn.Module):
+                        self._holders[id(held)] = where
+                    elif isinstance(held, nn.Parameter) and not is_lazy(held) and held.numel():
+                        self._owners[_memory(held)].append((name, key, module))
             if "base_layer" in module._modules:  # as PEFT and others call what they adapt
                 inner = (m for child in module.children() for m in child.modules())
                 self._wrappers |= {id(m): type(module).__name__ for m in inner}
@@ -356,6 +379,12 @@ class _Obstacles:
             return "its forward was replaced on the instance"
         if id(module) in self._holders:
             return f"it is also held by {self._holders[id(module)]}, which torch does not look into"
+        if foreign := set(module._modules) - {"out_proj"}:
+            return f"it has a submodule of its own ({', '.join(sorted(foreign))})"
+        if hidden := (vars(module).keys() | module._buffers.keys()) & _OUR_NAMES:
+            return f"a low-rank layer would hide its attribute {', '.join(sorted(hidden))}"
+        if any(getattr(module, hooks) for hooks in STATE_HOOKS):
+            return "it carries hooks of its state dict, which expect a dense weight"
         if id(module) in self._wrappers:
             return f"it is wrapped by {self._wrappers[id(module)]}, which may change its weight"
         if id(module) in self._readers:
@@ -387,19 +416,19 @@ class _Obstacles:
         return pairs
 
 
-def _modules_in(value: Any) -> Iterator[nn.Module]:
-    """Find the modules in an attribute: itself, in plain containers, or bound to a function."""
-    if isinstance(value, nn.Module):
+def held_in(value: Any) -> Iterator[nn.Module | Tensor]:
+    """Find what an attribute holds: itself, in plain containers, or bound to a function."""
+    if isinstance(value, nn.Module | Tensor):
         yield value
     elif isinstance(value, dict | list | tuple | set):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _modules_in(item)
+            yield from held_in(item)
     elif isinstance(value, functools.partial):
-        yield from _modules_in((value.func, value.args, value.keywords))
+        yield from held_in((value.func, value.args, value.keywords))
     elif isinstance(value, types.MethodType):
-        yield from _modules_in(value.__self__)
+        yield from held_in(value.__self__)
     elif isinstance(value, types.SimpleNamespace):
-        yield from _modules_in(vars(value))
+        yield from held_in(vars(value))
 
 
 def _descendant(module: nn.Module, path: str) -> nn.Module | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -26,17 +26,16 @@ from maestro_lod.layers.ranks import (
     resolve_for,
     unwrapped,
 )
-from maestro_lod.plan import Plan, Tied, Where
+from maestro_lod.plan import STATE_HOOKS, Plan, Tied, Where, held_in
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_STATE_HOOKS = (
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)  # fmt: skip
 _HOOK_FLAGS = (
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
     "_is_full_backward_hook",
 )  # fmt: skip
+
+Replacement: TypeAlias = LowRank | Attention | Recurrent | SharedHead
+"""What stands in the place of a layer of torch, and keeps what a user put on it."""
 
 Form: TypeAlias = Literal["dense", "factored"]
 
@@ -109,13 +108,13 @@ def _carry_out(
     for name, opened in plan.opened.items():
         if any(id(part) in new for part in opened.children()):
             own_memory(opened, new)
-            hand_over_opened(modules[name], replace_modules(opened, new))
+            hand_over(modules[name], replace_modules(opened, new))
             new[id(modules[name])] = opened
     for head, embedding in plan.heads.items():
         factors, old = new[id(modules[embedding])], modules[head]
         assert isinstance(factors, LowRankEmbedding)
         new[id(old)] = SharedHead(factors, old._parameters.get("bias"))
-        hand_over_hooks(old, new[id(old)])
+        hand_over(old, new[id(old)])
 
 
 def own_memory(opened: nn.Module, new: Mapping[int, nn.Module]) -> None:
@@ -149,6 +148,12 @@ def fuse(model: nn.Module, *, by: By = "params") -> nn.Module:
     """
     layers = require_low_rank(model)
     require_all_active(model, "fuse")
+    for name, module in unwrapped(model).named_modules():
+        if isinstance(unwrapped(module), LowRank) and unwrapped(module) is not module:
+            raise LayerError(
+                f"{name} was compiled by itself: its compiled code would go on with the factors. "
+                "Compile the model or the part that holds it, or fuse before you compile."
+            )
     new: dict[int, nn.Module] = {}
     for name in _better_dense(model, {name: layer.rank for name, layer in layers.items()}, by):
         layer = layers[name]
@@ -158,9 +163,9 @@ def fuse(model: nn.Module, *, by: By = "params") -> nn.Module:
         if isinstance(module, SharedHead) and id(module.embedding) in new:
             new[id(module)] = module.plain(new[id(module.embedding)])
             hand_over(module, new[id(module)])
-        elif (closed := _closed(module, new)) is not None:
+        elif isinstance(module, Attention | Recurrent) and (closed := _closed(module, new)):
             new[id(module)] = closed
-            hand_over_hooks(module, closed)
+            hand_over(module, closed)
     fused = replace_modules(unwrapped(model), new)
     return model if fused is unwrapped(model) else fused
 
@@ -185,10 +190,8 @@ def _better_dense(model: nn.Module, ranks: Mapping[str, int], by: By) -> list[st
     return [name for name, layer in require_low_rank(model).items() if better_dense(name, layer)]
 
 
-def _closed(module: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module | None:
+def _closed(module: Attention | Recurrent, new: Mapping[int, nn.Module]) -> nn.Module | None:
     """Return an opened layer as torch has it, if all its parts are dense after a replacement."""
-    if not isinstance(module, Attention | Recurrent):
-        return None
     return module.closed({key: new.get(id(part), part) for key, part in module.named_children()})
 
 
@@ -202,7 +205,8 @@ def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") 
     zeros, since no plain layer has none. Hooks are left out, except those by which torch computes
     weights (weight norm and the like). The copy runs and pickles without this library, except
     where attention keeps low-rank projections: it is then `maestro_lod.layers.Attention`, a class
-    in a file of its own that needs torch alone.
+    in a file of its own that needs torch alone. A head that shares an embedding's factors shares
+    the large one; the small one is there twice, since plain layers want it transposed.
     """
     model = unwrapped(model)
     layers = require_low_rank(model)
@@ -222,12 +226,13 @@ def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") 
                     "an output head here shares the factors of an embedding that is not part of "
                     f"this {type(model).__name__}. Extract the model that holds both."
                 )
-            plain = memo[id(module)] = module.plain(memo[id(module.embedding)])
+            plain = _hand_copies(module, module.plain(memo[id(module.embedding)]))
+            memo[id(module)] = plain
             last = plain[-1] if isinstance(plain, nn.Sequential) else plain
             if module.bias is not None:
                 last.bias = memo.setdefault(id(module.bias), last.bias)
-        elif (closed := _closed(module, memo)) is not None:
-            memo[id(module)] = closed
+        elif isinstance(module, Attention | Recurrent) and (closed := _closed(module, memo)):
+            memo[id(module)] = _hand_copies(module, closed)
     return copy_without_hooks(model, memo)
 
 
@@ -235,21 +240,27 @@ def plain_form(layer: LowRank, rank: int | None, form: Form) -> nn.Module:
     """Return plain layers that compute what this one does at the rank, in a form it can have."""
     factored = form == "factored" and layer.has_factored_form
     plain = layer.factored(rank) if factored else layer.plain_dense(rank)
-    for key in (*(layer.options if factored else ()), *layer.handed_over):
+    for key in layer.options if factored else ():
         setattr(plain, key, copy.deepcopy(getattr(layer, key)))  # code of a model may read them
-    return plain
+    return _hand_copies(layer, plain)
 
 
 def copy_without_hooks(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Deep-copy a model, taking what `memo` holds (by id) instead of copying it; hooks stay out."""
     for module in model.modules():
-        for attribute in _HOOKS + _STATE_HOOKS:
+        for attribute in _HOOKS + STATE_HOOKS:
             hooks: dict[int, Any] = getattr(module, attribute)
             memo[id(hooks)] = OrderedDict((k, h) for k, h in hooks.items() if _makes_weights(h))
-        for value in vars(module).values():  # a weight that such a hook computed
-            if isinstance(value, Tensor) and not value.is_leaf:
+        for value in _loose_tensors(module):  # activations, a weight that such a hook computed
+            if not value.is_leaf:
                 memo.setdefault(id(value), value.detach().clone())
-    copied = copy.deepcopy(model, memo)
+    try:
+        copied = copy.deepcopy(model, memo)
+    except TypeError as error:
+        raise LayerError(
+            f"{type(model).__name__} cannot be copied ({error}). Take what cannot be out of its "
+            "attributes, or tell Python how to copy it (__deepcopy__)."
+        ) from error
     for module in copied.modules():  # transformers notes that its hooks are there; now they are not
         vars(module).pop("_output_capturing_hooks_installed", None)
     return copied
@@ -258,12 +269,18 @@ def copy_without_hooks(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def copy_on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of the model on the meta device: its structure and shapes, no memory."""
     memo: dict[int, Any] = {}
-    loose = [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor)]
+    loose = (tensor for module in model.modules() for tensor in _loose_tensors(module))
     for tensor in (*model.parameters(), *model.buffers(), *loose):
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy_without_hooks(model, memo)
+
+
+def _loose_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Find the tensors that a module holds in its attributes or in containers there."""
+    for value in vars(module).values():
+        yield from (held for held in held_in(value) if isinstance(held, Tensor))
 
 
 def replace_modules(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
@@ -276,15 +293,20 @@ def replace_modules(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module
 
 
 def hand_over(old: nn.Module, new: nn.Module) -> None:
-    """Give a layer's hooks, bias Parameter (it may be shared) and own attributes to another."""
+    """Give a layer's hooks, bias Parameter (it may be shared) and what a user added to another."""
     hand_over_hooks(old, new)
     if "bias" in old._parameters:
         new.bias = old.bias
-    if isinstance(new, LowRank):  # what a user put on the layer
-        new.handed_over = tuple(key for key in vars(old) if not hasattr(new, key))
-    low_rank = new if isinstance(new, LowRank) else old
-    for key in low_rank.handed_over if isinstance(low_rank, LowRank) else ():
-        setattr(new, key, getattr(old, key))
+    if isinstance(new, Replacement):
+        closed = isinstance(new, Attention | Recurrent)  # torch's own also has private attributes
+        new.handed_over = tuple(
+            key
+            for key in (*vars(old), *old._buffers)
+            if not hasattr(new, key) and not (closed and key.startswith("_"))
+        )
+    keeper = new if isinstance(new, Replacement) else old
+    for key in keeper.handed_over if isinstance(keeper, Replacement) else ():
+        _put(new, key, getattr(old, key), old)
 
 
 def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
@@ -293,12 +315,19 @@ def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
         setattr(new, attribute, getattr(old, attribute))
 
 
-def hand_over_opened(old: nn.Module, new: nn.Module) -> None:
-    """Give the hooks of an opened layer, and what a user put on it, to its replacement."""
-    hand_over_hooks(old, new)
-    for key, value in vars(old).items():
-        if not key.startswith("_") and not hasattr(new, key):
-            setattr(new, key, value)
+def _put(new: nn.Module, key: str, value: Any, old: nn.Module) -> None:
+    """Set an attribute of a module, or a buffer where it was one."""
+    if key in old._buffers:
+        new.register_buffer(key, value, persistent=key not in old._non_persistent_buffers_set)
+    else:
+        setattr(new, key, value)
+
+
+def _hand_copies(old: Replacement, new: nn.Module) -> nn.Module:
+    """Give copies of what a user put on a layer, which code of a model may read, to another."""
+    for key in old.handed_over:
+        _put(new, key, copy.deepcopy(getattr(old, key)), old)
+    return new
 
 
 def _makes_weights(hook: Any) -> bool:

@@ -24,8 +24,8 @@ from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import (
     Form,
     copy_on_meta,
+    hand_over,
     hand_over_hooks,
-    hand_over_opened,
     own_memory,
     plain_form,
     replace_modules,
@@ -162,7 +162,7 @@ def _restructured(model: nn.Module, config: _Config, path: Path) -> nn.Module:
         if type(module) is nn.MultiheadAttention and parts & config.factored.keys():
             opened[id(module)] = attention = Attention(module)
             own_memory(attention, {})
-            hand_over_opened(module, attention)
+            hand_over(module, attention)
     model = replace_modules(model, opened)
 
     low_rank: dict[int, nn.Module] = {}
@@ -183,6 +183,7 @@ def _restructured(model: nn.Module, config: _Config, path: Path) -> nn.Module:
         else:
             continue
         low_rank[id(module)] = layer = kind.like(module, rank)
+        hand_over(module, layer)
         plain[id(layer)] = plain_form(layer, rank, form)
         hand_over_hooks(module, plain[id(layer)])
     model = replace_modules(model, low_rank)

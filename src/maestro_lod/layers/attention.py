@@ -26,6 +26,8 @@ class Attention(nn.Module):
     out_proj: nn.Module
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
+    handed_over: tuple[str, ...] = ()
+    """The names of what a user had put on torch's layer."""
 
     # What torch's transformer layers read to decide on their fast path, which needs dense weights.
     in_proj_weight = None

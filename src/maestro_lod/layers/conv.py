@@ -261,8 +261,9 @@ class LowRankConvTranspose(_AnyConv):
     def has_factored_form(self) -> bool:
         return not self.called_with_output_size
 
-    def dense_is_cheaper(self, rank: int | None = None, *, by: str = "params") -> bool:
-        return not self.has_factored_form or super().dense_is_cheaper(rank, by=by)
+    @property
+    def break_even(self) -> int:
+        return super().break_even if self.has_factored_form else -1
 
     def dense(self, rank: int | None = None) -> nn.Module:
         weight = self._compose(*self.truncated(rank))

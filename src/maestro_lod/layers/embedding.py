@@ -56,7 +56,8 @@ class LowRankEmbedding(LowRank):
     def forward(self, input: Tensor) -> Tensor:
         self._note_positions(input)
         u, v = self._active_factors()
-        return F.embedding(input, u, self.padding_idx) @ v  # (..., r), then (..., embedding_dim)
+        output = F.embedding(input, u, self.padding_idx) @ v  # (..., r), then (..., embedding_dim)
+        return output.to(v.dtype)  # autocast narrows products, but not look-ups
 
     def positions_of(self, x: Tensor) -> int:
         return x.numel()
@@ -82,13 +83,13 @@ class LowRankEmbedding(LowRank):
     def factored(self, rank: int | None = None) -> nn.Module:
         u, v = self.truncated(rank)
         second = nn.Linear(v.shape[0], self.embedding_dim, bias=False, device="meta")
-        second.weight = nn.Parameter(v.mT.contiguous(), self.v.requires_grad)
+        second.weight = nn.Parameter(v.mT.contiguous(), self.trainable[1])
         return nn.Sequential(self._embedding(u), second).train(self.training)
 
     def _embedding(self, weight: Tensor) -> nn.Embedding:
         number, dim = weight.shape
         plain = nn.Embedding(number, dim, padding_idx=self.padding_idx, device="meta")
-        plain.weight = nn.Parameter(weight, self.u.requires_grad)
+        plain.weight = nn.Parameter(weight, self.trainable[0])
         return plain.train(self.training)
 
     def extra_repr(self) -> str:
@@ -103,6 +104,8 @@ class SharedHead(nn.Module):
     """
 
     bias: nn.Parameter | None
+    handed_over: tuple[str, ...] = ()
+    """The names of what a user had put on the linear layer."""
 
     def __init__(self, embedding: LowRankEmbedding, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -122,6 +125,14 @@ class SharedHead(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         u, v = self.embedding._active_factors()
         return F.linear(F.linear(input, v), u, self.bias)  # (..., r), then (..., num_embeddings)
+
+    @property
+    def in_features(self) -> int:
+        return self.embedding.embedding_dim
+
+    @property
+    def out_features(self) -> int:
+        return self.embedding.num_embeddings
 
     @property
     def rank(self) -> int:
@@ -165,6 +176,8 @@ class SharedHead(nn.Module):
             last = nn.Linear(rank, look_up.weight.shape[0], bias=bias, device="meta")
             last.weight = look_up.weight
             head = nn.Sequential(first, last)
+            for key in ("in_features", "out_features"):
+                setattr(head, key, getattr(self, key))  # code of a model may read them
         if self.bias is not None:
             last.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
         return head.train(self.training)

@@ -47,6 +47,12 @@ def svd_factors(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return left[:, :, :rank] * root[:, None, :], root[:, :, None] * right[:, :rank]
 
 
+def _changeable(number: int, device: torch.device) -> Tensor:
+    """Return a number as a tensor that can be changed later, wherever it was made."""
+    with torch.inference_mode(False):
+        return torch.tensor(number, device=device)
+
+
 class LowRank(nn.Module):
     """A layer whose weight is the product of `u` (out, rank, ...) and `v` (rank, in, ...)."""
 
@@ -83,7 +89,7 @@ class LowRank(nn.Module):
         self._trainable: tuple[bool, bool] | None = None  # of factors that are frozen while empty
         # The same number for compiled graphs: as a tensor it can change without a new graph. No
         # buffer, which averaged copies would take over and `to_empty` would leave undefined.
-        self._limit = torch.tensor(_NO_LIMIT, device=u.device)
+        self._limit = _changeable(_NO_LIMIT, u.device)
 
     # -- what a kind of layer defines ----------------------------------------------------------
 
@@ -162,12 +168,17 @@ class LowRank(nn.Module):
 
         Both factors work at the same positions, so the answer is the same for both.
         """
-        return self.dense_weights < self.weights(rank)
+        return (self.rank if rank is None else rank) > self.break_even
 
     @property
     def has_factored_form(self) -> bool:
         """Whether plain layers can apply the factors one by one."""
         return True
+
+    @property
+    def break_even(self) -> int:
+        """The largest rank at which the factors have no more scalars than the dense weight."""
+        return self.dense_weights // max(self.weights(1), 1)
 
     def fused_weights(self, rank: int | None = None) -> int:
         """Count the scalars of the form in which `fuse` leaves the layer."""
@@ -274,7 +285,7 @@ class LowRank(nn.Module):
         """Keep the active rank that compiled graphs read beside the factors."""
         if self._limit.device != self.u.device:
             rank = _NO_LIMIT if self._active is None else self._active
-            self._limit = torch.tensor(rank, device=self.u.device)
+            self._limit = _changeable(rank, self.u.device)
 
     def _active_factors(self) -> tuple[Tensor, Tensor]:
         u, v = self.u, self.v  # once each: nn.Module looks parameters up slowly
@@ -330,13 +341,17 @@ class LowRank(nn.Module):
 
         Factors that get ranks again become trainable as they were.
         """
-        trainable = self.u.requires_grad, self.v.requires_grad
-        if self.rank == 0 and any(trainable):
-            self._trainable = trainable
+        if self.rank == 0 and (self.u.requires_grad or self.v.requires_grad):
+            self._trainable = self.u.requires_grad, self.v.requires_grad
             self._train_factors(False, False)
         elif self.rank > 0 and self._trainable is not None:
             self._train_factors(*self._trainable)
             self._trainable = None
+
+    @property
+    def trainable(self) -> tuple[bool, bool]:
+        """Whether u and v are trained, or would be if they had ranks."""
+        return self._trainable or (self.u.requires_grad, self.v.requires_grad)
 
     def _train_factors(self, u: bool, v: bool) -> None:
         self.u.requires_grad_(u)
@@ -387,7 +402,7 @@ def empty_like_weight(dense: nn.Module, *shape: int) -> Tensor:
 
 def with_parameters(layer: nn.Module, source: LowRank, weight: Tensor, *, bias: bool) -> nn.Module:
     """Fill a plain layer made on the meta device; trainability and mode follow the source."""
-    layer.weight = nn.Parameter(weight.contiguous(), requires_grad=source.u.requires_grad)
+    layer.weight = nn.Parameter(weight.contiguous(), requires_grad=source.trainable[0])
     if bias and source.bias is not None:
         value = source.bias.detach().clone()
         layer.bias = nn.Parameter(value, requires_grad=source.bias.requires_grad)

@@ -23,8 +23,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside torch.compile's wrapper, which would change all names."""
     if not isinstance(model, nn.Module):
         raise LayerError(f"a model is an nn.Module, not a {type(model).__name__}.")
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
+    # in the dict of its children, past a __getattr__ of the model that asks what it wraps
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, LowRank]:

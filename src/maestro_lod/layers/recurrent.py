@@ -60,7 +60,7 @@ class LowRankMatrix(LowRank):
 
     def dense(self, rank: int | None = None) -> nn.Module:
         u, v = self.truncated(rank)
-        return Matrix(nn.Parameter(u @ v, self.u.requires_grad)).train(self.training)
+        return Matrix(nn.Parameter(u @ v, self.trainable[0])).train(self.training)
 
     def extra_repr(self) -> str:
         return f"{self.u.shape[0]}, {self.v.shape[1]}, {self._repr_rank()}"
@@ -68,6 +68,9 @@ class LowRankMatrix(LowRank):
 
 class Recurrent(nn.Module):
     """`nn.LSTM`, `nn.GRU` or `nn.RNN` whose weights are matrices of any kind, by torch's names."""
+
+    handed_over: tuple[str, ...] = ()
+    """The names of what a user had put on torch's layer."""
 
     def __init__(self, dense: nn.RNNBase) -> None:
         """Take the options and parameters of `dense`; its weights become `Matrix` modules."""

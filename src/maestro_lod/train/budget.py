@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from maestro_lod.cost import Ledger, by_factors, count_params
 from maestro_lod.errors import OptionError, listed, nearest, require_whole
@@ -70,6 +72,8 @@ class Budget:
         cls, given: Mapping[str, float], model: nn.Module, ledger: Ledger, min_rank: int = 1
     ) -> Budget:
         """Check what a user gave: {"params" or "macs": share or count, "steps": optional count}."""
+        if not isinstance(given, Mapping):
+            raise OptionError(f'budget={given!r} is no mapping, such as {{"params": 0.2}}.')
         known = ("params", "macs", "steps")
         for key in given:
             if key not in known:
@@ -97,9 +101,10 @@ class Budget:
             )
         budget = cls(kind, limit, limit / dense, min_rank, None)
         if (steps := given.get("steps")) is not None:
-            if require_whole("budget steps", steps) == 0:  # type: ignore[arg-type]
+            steps = require_whole("budget steps", steps)  # type: ignore[arg-type]
+            if steps == 0:
                 raise OptionError("budget steps=0 must be at least 1.")
-            budget.plan(int(steps))
+            budget.plan(steps)
         return budget
 
     def plan(self, steps: int) -> None:
@@ -182,7 +187,7 @@ class Budget:
 
 def _limit(kind: str, value: float, dense: int) -> int:
     """Turn a share of the dense model, up to 1, or a count above 1, into a count."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not 0 < value < math.inf or (value > 1 and value != round(value, 0)):
         raise OptionError(
             f"budget {kind}={value!r} must be a share of dense between 0 and 1, or a whole count."
@@ -214,7 +219,7 @@ class Costs:
     def of(cls, model: nn.Module, ledger: Ledger, kind: str) -> Costs:
         """Read the costs off a low-rank model."""
         layers = low_rank_layers(model)
-        break_even = {n: layer.dense_weights // layer.weights(1) for n, layer in layers.items()}
+        break_even = {name: layer.break_even for name, layer in layers.items()}
         if kind == "params":
             dense = {name: layer.dense_weights for name, layer in layers.items()}
             per_rank = {name: layer.weights(1) for name, layer in layers.items()}
@@ -275,14 +280,15 @@ def fitting_ranks(
     room = limit - costs.rest
     grain = max(1, math.ceil(room / _GRAIN))
     places = room // grain + 1
-    least = torch.full((places,), math.inf)
+    least = torch.full((places,), math.inf, device="cpu")
     least[0] = 0.0
     ways = []
     for name, choice in choices.items():
-        tails = torch.cat([values[name].double().cpu(), torch.zeros(1, dtype=torch.double)])
+        tails = F.pad(values[name].double().cpu(), (0, 1))
         kept = 1 - (tails / tails[0].clamp(min=1e-300)).square()
         losses = -kept.clamp(min=1e-12).log()
-        best, way = torch.full_like(least, math.inf), torch.zeros(places, dtype=torch.int64)
+        best = torch.full_like(least, math.inf)
+        way = torch.zeros(places, dtype=torch.int64, device="cpu")
         for rank in choice:
             moved = math.ceil(costs.layer(name, rank) / grain)
             if moved < places:

@@ -94,7 +94,8 @@ def fit(
     optimizer and LoD are as they were. `on_step` and `on_epoch` see the progress after each
     optimizer step and each epoch; what they raise ends the run. BatchNorm is recalibrated on up to
     `recalibration` batches after each epoch, before it is evaluated. `amp` computes in bfloat16
-    where that is safe.
+    where that is safe. Where `lod` distils, a loss of your own says what the sampled pass is
+    trained on by a method `soft(output, teacher, target)`, unless outputs are scores (N, classes).
     """
     require_whole("epochs", epochs)
     require_whole("recalibration", recalibration)
@@ -191,8 +192,14 @@ class _Step:
             last = value.detach(), output
             return value
 
+        def soft(output: Any, teacher: Any) -> Tensor:
+            with autocast(device, self.amp):
+                value: Tensor = self.loss.soft(output, teacher, target)  # type: ignore[attr-defined]
+            return value
+
+        soft_loss = soft if hasattr(self.loss, "soft") else None
         if self.lod is not None:
-            self.lod.backward(forward, loss, weight=weight)
+            self.lod.backward(forward, loss, weight=weight, soft_loss=soft_loss)
         else:
             value = loss(forward())
             if not bool(value.detach().isfinite()):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_map_only
 
-from maestro_lod.cost import Call, Example, Ledger, call_on_meta
+from maestro_lod.cost import Call, Example, Ledger
 from maestro_lod.errors import (
     LayerError,
     OptionError,
@@ -31,7 +32,14 @@ from maestro_lod.train.budget import Budget
 from maestro_lod.train.penalty import prox_layers_, weighted_group_lasso
 from maestro_lod.train.pressure import penalty_for
 from maestro_lod.train.sampling import RankSampler
-from maestro_lod.train.shrink import clear_moments, cut, ranks_above, require_optimizer
+from maestro_lod.train.shrink import (
+    averaged_layers,
+    clear_moments,
+    cut,
+    ranks_above,
+    require_optimizer,
+    require_unwrapped,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +112,7 @@ class LoD:
             other = "penalty" if penalty else "budget"
             raise OptionError(f"pressure={pressure:g} sets the penalty itself: leave {other}= out.")
         if steps is not None and not pressure:
-            raise OptionError(f"steps={steps:g} is for pressure=, which is not given.")
+            raise OptionError(f"steps={steps!r} is for pressure=, which is not given.")
         self.model = unwrapped(model)
         require_all_active(self.model, "training")
         self.optimizer = optimizer
@@ -115,6 +123,8 @@ class LoD:
         self.full_pass, self.distill = full_pass, distill
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
         require_optimizer(self.model, optimizer)
+        if ema is not None:
+            averaged_layers(ema, require_low_rank(self.model))
         self.ledger = Ledger.of(self.model, example)
         self.budget = (
             None if budget is None else Budget.of(budget, self.model, self.ledger, self.min_rank)
@@ -202,10 +212,11 @@ class LoD:
 
     def backward(
         self,
-        forward: Callable[[], Tensor],
-        loss: Callable[[Tensor], Tensor],
+        forward: Callable[[], Any],
+        loss: Callable[[Any], Tensor],
         *,
         weight: float = 1.0,
+        soft_loss: Callable[[Any, Any], Tensor] | None = None,
     ) -> Tensor:
         """Do the passes of one step, gradients included, and return the summed loss.
 
@@ -213,20 +224,23 @@ class LoD:
 
         With `full_pass` that is a pass at full rank and a sampled one, each with its own backward;
         otherwise the sampled one. The penalty is included. `weight` scales all of it: 1/k where
-        the gradients of k batches are accumulated.
+        the gradients of k batches are accumulated. `soft_loss(output, teacher)` is what `distill`
+        trains the sampled pass on, given the output of the full one; without it that is the
+        cross-entropy of scores (N, classes).
         """
         total: Tensor | float = 0.0
         if self.full_pass:
             output = forward()
             full_loss = _finite(loss(output) * weight)
             full_loss.backward()  # type: ignore[no-untyped-call]
-            total, teacher = full_loss.detach(), output.detach()
+            total = full_loss.detach()
         with self._sampled():
-            output = forward()
+            sampled = forward()
             if self.distill:
-                data_loss = F.cross_entropy(output, teacher.softmax(min(1, teacher.ndim - 1)))
+                teacher = tree_map_only(Tensor, Tensor.detach, output)
+                data_loss = (soft_loss or _soft_cross_entropy)(sampled, teacher)
             else:
-                data_loss = loss(output)
+                data_loss = loss(sampled)
             sampled_loss = _finite((data_loss + self.penalty_loss()) * weight)
             sampled_loss.backward()  # type: ignore[no-untyped-call]
         return sampled_loss.detach() + total
@@ -251,6 +265,8 @@ class LoD:
                 "nothing was sampled. Put forward and backward inside `with train.step():`."
             )
         require_optimizer(self.model, self.optimizer)
+        if self.shrink:
+            require_unwrapped(self.model)
         keep = ranks_above(self.model, self.threshold, self.min_rank)
         if self.shrink and not any(keep.values()):
             raise TrainingError(
@@ -340,6 +356,8 @@ class LoD:
         self.optimizer.register_step_post_hook(after_step)
 
     def _proximal_step(self) -> None:
+        if (found_inf := getattr(self.optimizer, "found_inf", None)) is not None and found_inf > 0:
+            return  # GradScaler lets fused optimizers skip the step themselves
         rates = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
         pressed = self._layers
         if (budget := self.budget) is not None:
@@ -381,8 +399,12 @@ class LoD:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state exactly; load the model's and the optimizer's state first."""
-        parts = ("epoch", "penalty", "ranks", "steps", "forwards", "sampler", "ledger")
-        if missing := [part for part in parts if part not in state]:
+        given = state if isinstance(state, Mapping) else {}
+        parts = (
+            "epoch", "penalty", "ranks", "steps", "forwards", "whole", "sampler", "ledger",
+            "budget",
+        )  # fmt: skip
+        if missing := [part for part in parts if part not in given]:
             raise TrainingError(
                 f"this is no state of a LoD: it has no {listed(missing)}. Give what its "
                 "state_dict() returned."
@@ -394,7 +416,7 @@ class LoD:
                 f"the saved state has other ranks than the model at {listed(differing)}. Load the "
                 "model's state_dict, saved at the same moment, before this one."
             )
-        if (self.budget is None) != (state.get("budget") is None):
+        if (self.budget is None) != (state["budget"] is None):
             saved, here_ = ("no", "a") if self.budget is not None else ("a", "no")
             raise TrainingError(
                 f"the saved state has {saved} budget, this LoD {here_} one. Create it as it was."
@@ -406,7 +428,7 @@ class LoD:
             self.budget.load_state_dict(state["budget"])
         self.epoch, self.penalty = int(state["epoch"]), float(state["penalty"])
         self._steps, self._forwards = int(state["steps"]), int(state["forwards"])
-        self._whole = int(state.get("whole", 0))
+        self._whole = int(state["whole"])
 
 
 class _NoteCall:
@@ -423,7 +445,23 @@ class _NoteCall:
             return  # inside a compiled graph this hook must stay without effect
         lod = self._lod()
         if lod is not None and lod._in_step and lod._call is None:
-            lod._call = call_on_meta(Call(args, kwargs))
+            lod._call = Call(args, kwargs).on_meta()
+
+
+def _soft_cross_entropy(output: Any, teacher: Any) -> Tensor:
+    """Return the cross-entropy of scores (N, classes) to the probabilities of a teacher's."""
+    if not isinstance(output, Tensor) or output.ndim != 2:
+        given = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise OptionError(
+            f"distill=True compares class scores of shape (N, classes); the output is {given}. Say "
+            "how to compare it: backward(…, soft_loss=lambda output, teacher: …)."
+        )
+    if output.shape[1] < 2:
+        raise OptionError(
+            "distill=True compares scores of classes, but the output has a single score, from "
+            "which nothing would be learned. Say how to compare it: backward(…, soft_loss=…)."
+        )
+    return F.cross_entropy(output, teacher.softmax(1))
 
 
 def _finite(loss: Tensor) -> Tensor:

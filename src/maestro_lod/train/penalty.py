@@ -92,7 +92,10 @@ class _Layout:
         return matrix.reshape(-1).index_select(0, self.cells)
 
 
-_remembered_layout = functools.lru_cache(maxsize=64)(_Layout.of)
+@functools.lru_cache(maxsize=64)
+def _remembered_layout(ranks: tuple[int, ...], device: torch.device) -> _Layout:
+    with torch.inference_mode(False):  # whoever asks first: autograd may save it for another
+        return _Layout.of(ranks, device)
 
 
 def _layout(factors: Sequence[Tensor]) -> _Layout:

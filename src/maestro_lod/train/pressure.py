@@ -16,7 +16,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import OptionError, require_nonnegative
 from maestro_lod.layers.ranks import low_rank_layers
 
 
@@ -32,7 +32,13 @@ def penalty_for(
             f"pressure={pressure:g} needs proximal=True with {type(optimizer).__name__}, which "
             "rescales the gradient of a penalty: its λ would mean nothing."
         )
+    if require_nonnegative("steps", steps) == 0.0:
+        raise OptionError("steps=0 must be above 0: nothing would move.")
     layers = [m for m in low_rank_layers(model).values() if m.rank and m.u.requires_grad]
+    if not layers:
+        raise OptionError(
+            f"pressure={pressure:g} is for layers that are trained; all are frozen or have rank 0."
+        )
     rates = [_rate(layer.u, optimizer, proximal) for layer in layers]
     ranks = sum(layer.rank for layer in layers)
     norms = sum(
@@ -43,7 +49,7 @@ def penalty_for(
     way = steps * sum(rates) / len(rates)
     if way == 0.0:
         raise OptionError(
-            f"pressure={pressure:g} needs learning rates and steps above 0: nothing would move."
+            f"pressure={pressure:g} needs learning rates above 0: nothing would move."
         )
     mean_rank, mean_norm = ranks / len(layers), norms / ranks
     return pressure * mean_norm / (mean_rank * way)

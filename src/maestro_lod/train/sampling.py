@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.errors import OptionError, TrainingError, listed, nearest
+from maestro_lod.errors import OptionError, TrainingError, listed, nearest, require_whole
 from maestro_lod.layers.ranks import require_low_rank
 
 STRATEGIES = {
@@ -31,14 +31,14 @@ class RankSampler:
     """
 
     def __init__(self, model: nn.Module, *, strategy: str = "pairs", seed: int = 0) -> None:
-        if strategy not in STRATEGIES:
+        if not isinstance(strategy, str) or strategy not in STRATEGIES:
             raise OptionError(
                 f"sampling strategy {strategy!r} is not known.{nearest(str(strategy), STRATEGIES)} "
                 f"Choose from {listed(STRATEGIES)}."
             )
         self._layers = require_low_rank(model)
         self.strategy = strategy
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator("cpu").manual_seed(require_whole("seed", seed))
         self._names: list[str] = []
         self._pending: list[list[int]] = []  # [layer index, rank] not yet drawn; the last is next
 
@@ -106,7 +106,7 @@ class RankSampler:
         return ranks
 
     def _draw(self, high: int) -> int:
-        return int(torch.randint(high, (), generator=self.generator))
+        return int(torch.randint(high, (), generator=self.generator, device="cpu"))
 
     def _next_pair(self) -> dict[str, int]:
         while True:
@@ -118,7 +118,7 @@ class RankSampler:
             ranks = self._require_ranks()
             self._names = list(ranks)
             pairs = [[i, b] for i, rank in enumerate(ranks.values()) for b in range(1, rank + 1)]
-            order = torch.randperm(len(pairs), generator=self.generator)
+            order = torch.randperm(len(pairs), generator=self.generator, device="cpu")
             self._pending = [pairs[i] for i in order.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class RankSampler:
             "strategy": self.strategy,
             "generator": self.generator.get_state(),
             "names": list(self._names),
-            "pending": torch.tensor(self._pending, dtype=torch.int64).view(-1, 2),
+            "pending": torch.tensor(self._pending, dtype=torch.int64, device="cpu").view(-1, 2),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -40,14 +40,14 @@ def shrink(
     is kept bit for bit. No layer falls below `min_rank`. An `AveragedModel` given as `ema` is cut
     to the same ranks. Returns how many ranks each layer lost (layers that lost none are left out).
     """
+    require_unwrapped(model)
     return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema)
 
 
 def ranks_above(model: nn.Module, threshold: float, min_rank: int = 0) -> dict[str, int]:
     """Return the rank that each layer keeps at a threshold on `importance`."""
     threshold = require_nonnegative("threshold", threshold)
-    require_whole("min_rank", min_rank)
-    _require_unwrapped(model)
+    min_rank = require_whole("min_rank", min_rank)
     values = importance(model)
     broken = [name for name, value in values.items() if not bool(value.isfinite().all())]
     if broken:
@@ -70,10 +70,10 @@ def cut(
     """Cut layers to these ranks, in place, with optimizer state and EMA copy; return the losses."""
     layers = require_low_rank(model)
     lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
-    _require_unwrapped(model)
+    require_unwrapped(model)
     if optimizer is not None:
         require_optimizer(model, optimizer)
-    averaged = _averaged_layers(ema, layers) if ema is not None else {}
+    averaged = averaged_layers(ema, layers) if ema is not None else {}
     for name in lost:
         _cut_layer(layers[name], ranks[name], optimizer)
         if ema is not None:
@@ -100,7 +100,8 @@ def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     if missing:
         raise TrainingError(
             f"the optimizer does not hold these parameters of the model: {listed(missing)}. "
-            "Create it after decompose: optimizer = SGD(model.parameters(), …)."
+            "Create it after decompose, one for the whole model: SGD(model.parameters(), …); "
+            "parts can have settings of their own as its parameter groups."
         )
 
 
@@ -117,7 +118,8 @@ def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
                 value.narrow(dim, rank, layer.rank - rank).zero_()
 
 
-def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
+def averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
+    """Return the layers of an averaged copy by name, or refuse one that is no copy of these."""
     if not isinstance(ema, AveragedModel):
         raise LayerError(f"ema is a {type(ema).__name__}. Give an AveragedModel(model).")
     averaged = low_rank_layers(ema.module)
@@ -129,7 +131,7 @@ def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[
     return averaged
 
 
-def _require_unwrapped(model: nn.Module) -> None:
+def require_unwrapped(model: nn.Module) -> None:
     """Refuse a model that a distributed wrapper holds: it would keep the old shapes, silently."""
     sharded = [
         f"{name}.{key}".lstrip(".")
@@ -168,6 +170,7 @@ def _cut_layer(layer: LowRank, rank: int, optimizer: Optimizer | None) -> None:
         if old.grad is not None and rank:
             new.grad = old.grad.narrow(dim, 0, rank).clone()
         _move_hooks(old, new)
+        vars(new).update(vars(old))  # what a user put on it
         setattr(layer, key, new)
         if optimizer is not None:
             _swap_parameter(optimizer, old, new, dim)
