@@ -298,7 +298,7 @@ def deploy(
     max_params: Limit = None,
     max_macs: Limit = None,
     max_bytes: Limit = None,
-    max_latency: Annotated[float | None, typer.Option(help="Seconds, on this machine.")] = None,
+    max_latency: Annotated[float | None, typer.Option(help="Seconds, here, at --batch.")] = None,
     min_accuracy: Annotated[float | None, typer.Option(help="A share, such as 0.9.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size to time with.")] = 1,
     multiple: Annotated[

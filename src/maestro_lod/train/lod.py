@@ -65,12 +65,12 @@ class LoD:
     copy that shrinks along. `example` is an input of the model for the ledger's MACs; without one
     the first batch is looked at, unless the model is compiled.
 
-    `budget={"params": 0.2}` (or "macs"; a share of dense or a count) steers λ instead, in proximal
-    mode and whatever the threshold, until the deployed model is within the budget and close to it;
-    from then on there is no penalty, the ranks stay, and the weights heal: every other step trains
-    the whole model. "steps" in it says after how many optimizer steps the model fits. Without it
-    `fit` plans half of its run; in a loop of your own the first epoch is trained without pressure,
-    and the model fits eight epochs later.
+    `budget={"params": 0.2}` (or "macs", which need an `example`; a share of dense or a count)
+    steers λ instead, in proximal mode and whatever the threshold, until the deployed model is
+    within the budget and close to it; from then on there is no penalty, the ranks stay, and the
+    weights heal: every other step trains the whole model. "steps" in it says after how many
+    optimizer steps the model fits. Without it `fit` plans half of its run; in a loop of your own
+    the first epoch is trained without pressure, and the model fits eight epochs later.
 
     `pressure=64` sets λ in units that mean about the same for every model; see `penalty_for`. It
     needs to know how long training lasts: `steps`, optimizer steps, which `fit` fills in.

@@ -210,5 +210,6 @@ def _as_array(image: Image.Image, kind: ImageSet) -> NDArray[np.uint8]:
         image = ImageOps.fit(image.convert(mode), size, Image.Resampling.BILINEAR)
     if image.size != size:
         raise ValueError(f"it is {image.width}×{image.height}, not {size[0]}×{size[1]}")
-    pixels = np.asarray(image.convert(mode))
-    return pixels.reshape(*size, -1).transpose(2, 0, 1)
+    pixels: NDArray[np.uint8] = np.asarray(image.convert(mode)).reshape(*size, -1)
+    channels_first: NDArray[np.uint8] = pixels.transpose(2, 0, 1)
+    return channels_first
