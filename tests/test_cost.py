@@ -671,3 +671,16 @@ def test_tensors_that_a_model_makes_or_keeps_do_not_keep_it_from_being_counted()
     model = lod.decompose(OwnsMatrices())
     model(torch.randn(2, 4, 16))
     assert lod.summary(model, torch.empty(2, 4, 16)).dense_macs == 2 * 4 * 16 * (16 + 64 + 2)
+
+
+class LooksAtConstants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * torch.tensor(3).item() * int(torch.ceil(torch.tensor(1.5)))
+
+
+def test_models_that_look_at_constants_of_their_own_are_counted() -> None:
+    assert lod.summary(lod.decompose(LooksAtConstants()), torch.ones(2, 8)).dense_macs == 2 * 64

@@ -685,3 +685,17 @@ def test_the_documentation_runs(
     exec(compile(code, "deploy.md", "exec"), names)
     assert str(names["same"]) == str(names["small"])
     assert capsys.readouterr().out.count("max difference") == 4
+
+
+def test_buffers_of_a_user_are_rebuilt(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model[0].register_buffer("calls", torch.tensor(1.0))
+        return model
+
+    model = lod.decompose(build(), ranks={"0": 2})
+    model[0].calls.add_(4)
+    lod.export(model, tmp_path / "model.safetensors", example=torch.ones(2, 8))
+    rebuilt = lod.rebuild(tmp_path / "model.safetensors", into=build())
+    assert float(rebuilt[0].calls) == 5.0
+    assert type(rebuilt[0]) is nn.Sequential

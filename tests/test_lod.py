@@ -1004,7 +1004,7 @@ def test_distilling_in_fit_goes_over_the_classes_of_its_loss() -> None:
     [
         (lambda y: y[:, None, :], r"the output is \(16, 1, 3\).*soft_loss"),
         (lambda y: {"logits": y}, r"the output is dict.*soft_loss"),
-        (lambda y: y[:, :1], r"a single score"),
+        (lambda y: y[:, :1], r"a single score.*fit a loss with a method soft"),
     ],
     ids=["sequences", "mapping", "one score"],
 )
@@ -1016,6 +1016,18 @@ def test_distilling_what_is_no_class_score_is_refused(output, words) -> None:
         train.backward(
             lambda: output(model(x)), lambda o: (o["logits"] if isinstance(o, dict) else o).sum()
         )
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_distilling_maps_of_classes_goes_over_their_second_dimension() -> None:
+    model = decompose(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 3)))
+    x, y = torch.randn(2, 3, 8, 8), torch.randint(5, (2, 4, 4))
+    train = LoD(model, sgd(model), full_pass=True, distill=True, seed=2)
+    ours = train.backward(lambda: model(x), lambda o: F.cross_entropy(o, y))
+    full = model(x)
+    with at_ranks(model, RankSampler(model, seed=2).sample()):
+        soft = F.cross_entropy(model(x), full.detach().softmax(1))
+    torch.testing.assert_close(ours, (F.cross_entropy(full, y) + soft).detach())
 
 
 def test_a_full_pass_takes_outputs_of_any_structure() -> None:

@@ -356,7 +356,7 @@ def with_submodule() -> nn.Module:
 
 def with_rank() -> nn.Module:
     layer = nn.Linear(6, 6)
-    layer.rank = 3  # of a process, say
+    layer.rank, layer.trainable = 3, False  # of a process, say
     return layer
 
 
@@ -396,7 +396,7 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hook on accumulation": (hooked_accumulation, "tensor hooks"),
     "further parameters": (extra_parameter, "further parameters (scale)"),
     "submodule": (with_submodule, "a submodule of its own (activation)"),
-    "our name": (with_rank, "would hide its attribute rank"),
+    "our name": (with_rank, "would hide its attribute rank, trainable"),
     "hook of its state": (with_state_hook, "hooks of its state dict"),
     "one output": (lambda: nn.Linear(6, 1), "no rank saves anything (1×6)"),
     "complex": (lambda: nn.Linear(6, 6, dtype=torch.complex64), "complex64"),
@@ -548,6 +548,12 @@ def test_a_shared_bias_stays_shared() -> None:
     model[0].bias.data.add_(1.0)
 
 
+def loop(layer: nn.Module) -> list[Any]:
+    held: list[Any] = [layer]
+    held.append(held)
+    return held
+
+
 class Holder(nn.Module):
     """Holds one of its layers a second time, where torch does not see it."""
 
@@ -567,6 +573,7 @@ HOLDS: dict[str, Callable[[nn.Module, nn.Module], None]] = {
     "plain attribute": lambda model, layer: object.__setattr__(model, "extra", layer),
     "its parameters": lambda model, layer: setattr(model, "extra", list(layer.parameters())),
     "its weight": lambda model, layer: setattr(model, "extra", {"w": (layer.weight, 1)}),
+    "a container of itself": lambda model, layer: model.__dict__.update(extra=loop(layer)),
 }
 
 
@@ -1117,14 +1124,33 @@ def test_a_layer_that_was_compiled_by_itself_is_not_fused() -> None:
     model[1] = torch.compile(model[1], backend="eager")
     with pytest.raises(LayerError, match="1 was compiled by itself"):
         lod.fuse(model)
+    model = lod.decompose(nn.Sequential(nn.MultiheadAttention(8, 2)))
+    model[0] = torch.compile(model[0], backend="eager")
+    with pytest.raises(LayerError, match="0 was compiled by itself"):
+        lod.fuse(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted_parts_are_parts_like_others() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    model, x = nn.Sequential(nn.Linear(8, 8), scripted), torch.randn(2, 8)
+    expected = model(x)
+    assert lod.ranks(lod.decompose(model)) == {"0": 8}
+    torch.testing.assert_close(lod.fuse(model)(x), expected, **CLOSE)
+    with pytest.raises(MaestroError):
+        lod.decompose(scripted)
 
 
 def test_ranks_for_layers_that_are_low_rank_already_are_refused() -> None:
     model = lod.decompose(three_linears())
     for ranks in (2, {"*": 2}):
-        with pytest.raises(LayerError, match=r"low-rank already: 0, 1, 2.*set_ranks"):
+        with pytest.raises(LayerError, match=r"ranks=.*low-rank already, at another rank.*set_r"):
             lod.decompose(model, ranks=ranks)
+    assert lod.survey(model, ranks=2).ranks == {"0": 6, "1": 6, "2": 4}
+    assert lod.ranks(lod.decompose(model, ranks=6)) == {"0": 6, "1": 6, "2": 4}
     model = lod.decompose(three_linears(), only="0")
+    with pytest.raises(LayerError, match=r"ranks=\{'0\*': 2\} is for layers that are low-rank"):
+        lod.decompose(model, ranks={"0*": 2, "1": 3})
     assert lod.ranks(lod.decompose(model, ranks=2)) == {"0": 6, "1": 2, "2": 2}
 
 
@@ -1134,6 +1160,9 @@ def test_a_layer_that_has_lost_all_ranks_is_not_frozen_by_that(make: Any) -> Non
     assert not model[0].u.requires_grad  # optimizers cannot take empty parameters
     assert all(p.requires_grad for p in lod.extract(model).parameters())
     assert all(p.requires_grad for p in model[0].dense().parameters())
+    model.add_module("other", nn.Linear(6, 6))
+    model.requires_grad_(False)
+    assert not any(p.requires_grad for p in lod.extract(model).parameters())
 
 
 def test_models_that_were_made_in_inference_mode_can_change_their_ranks() -> None:
@@ -1141,3 +1170,66 @@ def test_models_that_were_made_in_inference_mode_can_change_their_ranks() -> Non
         model = lod.decompose(three_linears())
     lod.set_ranks(model, 2)
     assert model[0].active_rank == 2
+
+
+def test_a_tied_weight_that_is_also_in_a_list_is_left_alone_for_that_reason() -> None:
+    model = TiedHead()
+    model.no_decay = [model.embedding.weight]
+    reasons = lod.survey(model, tied="share").left_alone
+    assert "also in no_decay" in reasons["embedding"]
+    del model.no_decay
+    assert lod.ranks(lod.decompose(model, tied="share")) == {"embedding": 8}
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class Logging(nn.Module):
+    """Layers that keep what they saw, in a list that the model reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.linear = nn.MultiheadAttention(8, 2), nn.Linear(8, 8)
+        self.log: list[int] = []
+        self.shared = torch.zeros(())
+        for layer in (self.attention, self.linear):
+            layer.log = self.log
+            layer.register_buffer("shared", self.shared)
+            layer.register_forward_hook(self.note)
+
+    @staticmethod
+    def note(layer: nn.Module, _: Any, output: Any) -> None:
+        layer.last = output[0]
+        layer.log.append(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.attention.log.append(2)
+        return self.linear(self.attention(x, x, x)[0])
+
+
+@pytest.mark.parametrize("rank", [1, 8])
+def test_what_layers_share_is_shared_in_the_extract(rank: int) -> None:
+    model, x = Logging(), torch.randn(3, 1, 8)
+    model(x)
+    lod.decompose(model, ranks=rank)
+    model(x)
+    plain = lod.extract(model)
+    torch.testing.assert_close(plain(x), model(x), **CLOSE)
+    assert plain.log is plain.attention.log is plain.linear.log
+    assert plain.log is not model.log
+    assert plain.attention.shared is plain.linear.shared is plain.shared
+    assert not plain.linear.last.requires_grad
+    model.linear.lock = threading.Lock()
+    lod.extract(model)  # put there after decompose: not what the dense layer had
+
+
+def test_a_layer_that_cannot_be_copied_is_refused_too() -> None:
+    model = Logging()
+    model.linear.lock = threading.Lock()
+    lod.decompose(model)
+    with pytest.raises(LayerError, match=r"Logging cannot be copied.*lock"):
+        lod.extract(model)

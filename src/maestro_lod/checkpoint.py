@@ -98,7 +98,7 @@ def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> 
     with replacing(path) as place:
         try:
             save_file(tensors, place, metadata=metadata)
-        except (SafetensorError, KeyError) as error:  # KeyError: a dtype it cannot hold
+        except (OSError, SafetensorError, KeyError) as error:  # KeyError: a dtype it cannot hold
             raise CheckpointError(f"cannot write {path} ({error}).") from error
 
 

@@ -187,7 +187,13 @@ def dense_macs(model: nn.Module, example: Example) -> DenseMacs:
     """Count the MACs of the model's dense form, without doing any arithmetic."""
     call = as_call(example)
     try:
-        return _counted_macs(copy_on_meta(model).eval(), call.on_meta())
+        try:
+            return _counted_macs(copy_on_meta(model).eval(), call.on_meta())
+        except Exception:
+            # what the forward makes itself, such as a first state, may have to be there too; but
+            # then a model cannot look at constants of its own
+            with torch.device("meta"):
+                return _counted_macs(copy_on_meta(model).eval(), call.on_meta())
     except Exception as error:
         raise LayerError(
             f"MACs cannot be counted: {type(model).__name__} could not be copied to the meta "
@@ -242,9 +248,7 @@ def _counted_macs(twin: nn.Module, call: Call) -> DenseMacs:
     # torch itself does look at the lengths of packed sequences
     fake = None if call.is_packed else FakeTensorMode(allow_non_fake_inputs=True)
     call = call if fake is None else call.changed(fake.from_tensor)
-    # what the forward makes itself, such as a first state, has to be on the meta device too
-    on_meta, unseen = torch.device("meta"), fake or nullcontext()
-    with torch.no_grad(), _no_attention_fast_path(), unseen, on_meta, counter:
+    with torch.no_grad(), _no_attention_fast_path(), fake or nullcontext(), counter:
         twin(*call.args, **call.kwargs)
     return DenseMacs(_macs_so_far(counter)[0] + sum(batched), layers, positions)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,19 +23,34 @@ def replacing(path: Path) -> Iterator[Path]:
     the target, since libraries that write may make temporary files themselves: all of them go away
     with it, and a process that is killed leaves nothing but that directory.
     """
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{_PREFIX}{path.name}-") as place:
-            written = Path(place) / path.name
-            yield written
+    target = Path(os.path.realpath(path))  # a link stays one
+    with _told_of(path):
+        place = tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{_PREFIX}{target.name}-")
+    with place as directory:
+        written = Path(directory) / target.name
+        yield written
+        with _told_of(path):
+            written.chmod(_mode(target, Path(directory)))  # safetensors lets only the owner read
             with written.open("r+b") as file:
                 os.fsync(file.fileno())
-            plain = Path(place) / "plain"
-            plain.touch()  # has the permissions of a file that is created plainly
-            written.chmod(plain.stat().st_mode)  # safetensors lets nobody but the owner read
-            os.replace(written, path)  # noqa: PTH105
-        _sync_directory(path.parent)
+            os.replace(written, target)  # noqa: PTH105
+            _sync_directory(target.parent)
+
+
+@contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(f"cannot write {path} ({error.strerror or error}).") from error
+
+
+def _mode(target: Path, directory: Path) -> int:
+    """Return the permissions of a file that is there, or of one that would be created plainly."""
+    if not target.exists():
+        target = directory / f"{target.name}.plain"
+        target.touch()
+    return stat.S_IMODE(target.stat().st_mode)
 
 
 def remove_leftovers(directory: Path) -> None:

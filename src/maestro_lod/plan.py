@@ -113,6 +113,8 @@ class Plan:
     """What the layers with several weights would be replaced by, on views of their weights."""
     heads: dict[str, str]
     """Output heads that would share the factors of an embedding: name of one -> of the other."""
+    without_effect: str = ""
+    """What was given of ranks that would change nothing."""
 
     def __init__(
         self,
@@ -247,13 +249,12 @@ class Plan:
                 )
         usable = [row for row in self.rows.values() if row.rank is not None]
         limits = {row.name: (row.full_rank or 0, row.full_rank or 0) for row in usable}
-        chosen = resolve(ranks, limits)
-        if chosen and all(self.rows[name].low_rank for name in chosen):
-            raise LayerError(
-                f"ranks={ranks!r} is for layers that are low-rank already: {listed(chosen)}. Use "
-                "at_ranks, set_ranks or extract to run them at smaller ranks."
-            )
-        for name, rank in chosen.items():
+        for key, value in ranks.items() if isinstance(ranks, Mapping) else [("", ranks)]:
+            chosen = resolve({key: value} if key else value, limits)
+            rows = [self.rows[name] for name in chosen]
+            if all(row.low_rank for row in rows) and any(r.rank != chosen[r.name] for r in rows):
+                self.without_effect = f"ranks={ ({key: value} if key else value)!r}"
+        for name, rank in resolve(ranks, limits).items():
             if not self.rows[name].low_rank:
                 self.rows[name] = replace(self.rows[name], rank=rank)
 
@@ -268,12 +269,6 @@ STATE_HOOKS = (
     "_load_state_dict_post_hooks",
 )  # fmt: skip
 
-_OUR_NAMES = {
-    "u", "v", "rank", "full_rank", "active_rank", "kind", "options", "positions", "matrix_shape",
-    "handed_over", "embedding",
-}  # fmt: skip
-"""What replaced layers have that dense ones do not, and a user may have put on one."""
-
 
 class _Obstacles:
     """What stands in the way of decomposing the modules of one model."""
@@ -282,6 +277,9 @@ class _Obstacles:
         # memory -> who has it: (name of the module, of the parameter, the module)
         self._owners: dict[int, list[tuple[str, str, nn.Module]]] = defaultdict(list)
         self._holders: dict[int, str] = {}  # module -> the attribute that also holds it
+        self._lists: dict[
+            int, str
+        ] = {}  # memory of a parameter -> the attribute that also holds it
         self._readers: dict[int, str] = {}  # module -> the class whose code reads its weight
         self._wrappers: dict[int, str] = {}  # module -> the class of the adapter around it
         for name, module in model.named_modules():
@@ -295,8 +293,8 @@ class _Obstacles:
                 for held in held_in(value):
                     if isinstance(held, nn.Module):
                         self._holders[id(held)] = where
-                    elif isinstance(held, nn.Parameter) and not is_lazy(held) and held.numel():
-                        self._owners[_memory(held)].append((name, key, module))
+                    elif isinstance(held, nn.Parameter) and not is_lazy(held):
+                        self._lists[_memory(held)] = where
             if "base_layer" in module._modules:  # as PEFT and others call what they adapt
                 inner = (m for child in module.children() for m in child.modules())
                 self._wrappers |= {id(m): type(module).__name__ for m in inner}
@@ -379,9 +377,14 @@ class _Obstacles:
             return "its forward was replaced on the instance"
         if id(module) in self._holders:
             return f"it is also held by {self._holders[id(module)]}, which torch does not look into"
+        for parameter in module.parameters():
+            if (where := self._lists.get(_memory(parameter))) is not None and parameter.numel():
+                return f"its weight is also in {where}, which would keep it. Fill that afterwards"
         if foreign := set(module._modules) - {"out_proj"}:
             return f"it has a submodule of its own ({', '.join(sorted(foreign))})"
-        if hidden := (vars(module).keys() | module._buffers.keys()) & _OUR_NAMES:
+        if hidden := (vars(module).keys() | module._buffers.keys()) & _names_only_ours(
+            type(module)
+        ):
             return f"a low-rank layer would hide its attribute {', '.join(sorted(hidden))}"
         if any(getattr(module, hooks) for hooks in STATE_HOOKS):
             return "it carries hooks of its state dict, which expect a dense weight"
@@ -418,17 +421,39 @@ class _Obstacles:
 
 def held_in(value: Any) -> Iterator[nn.Module | Tensor]:
     """Find what an attribute holds: itself, in plain containers, or bound to a function."""
-    if isinstance(value, nn.Module | Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple | set):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from held_in(item)
-    elif isinstance(value, functools.partial):
-        yield from held_in((value.func, value.args, value.keywords))
-    elif isinstance(value, types.MethodType):
-        yield from held_in(value.__self__)
-    elif isinstance(value, types.SimpleNamespace):
-        yield from held_in(vars(value))
+    waiting, seen = [value], set()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, nn.Module | Tensor):
+            yield part
+        elif id(part) not in seen:  # containers may hold themselves
+            seen.add(id(part))
+            if isinstance(part, dict):
+                waiting += part.values()
+            elif isinstance(part, list | tuple | set):
+                waiting += part
+            elif isinstance(part, functools.partial):
+                waiting += [part.func, part.args, part.keywords]
+            elif isinstance(part, types.MethodType):
+                waiting.append(part.__self__)
+            elif isinstance(part, types.SimpleNamespace):
+                waiting += vars(part).values()
+
+
+def _names_only_ours(dense: type[nn.Module]) -> set[str]:
+    """Return the names that mean something on what replaces a layer, and nothing on the layer."""
+    kinds: list[type[nn.Module] | None] = [low_rank_type_of(dense), OPENED_TYPE.get(dense)]
+    if dense is nn.Linear:
+        kinds.append(SharedHead)
+    ours = {name for kind in kinds if kind is not None for name in _names(kind)}
+    return {name for name in ours - _names(dense) if not name.startswith("_")}
+
+
+def _names(kind: type[nn.Module]) -> set[str]:
+    """Return the names that a class says its instances have, beside those of every module."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    said = {name for base in own for name in (*vars(base), *inspect.get_annotations(base))}
+    return said | set(getattr(kind, "__constants__", ()))
 
 
 def _descendant(module: nn.Module, path: str) -> nn.Module | None:

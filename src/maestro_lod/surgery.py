@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -76,6 +76,11 @@ def decompose(
     """
     plan = Plan(model, only=only, skip=skip, ranks=ranks, tied=tied)
     wanted = plan.wanted()
+    if plan.without_effect:
+        raise LayerError(
+            f"{plan.without_effect} is for layers that are low-rank already, at another rank. Use "
+            "at_ranks, set_ranks or extract to run them at smaller ones."
+        )
     if not wanted and not any(row.low_rank for row in plan.rows.values()):
         rows = plan.rows.values()
         reasons = [f"{row.name or '(the model itself)'}: {row.left_alone}" for row in rows]
@@ -149,7 +154,7 @@ def fuse(model: nn.Module, *, by: By = "params") -> nn.Module:
     layers = require_low_rank(model)
     require_all_active(model, "fuse")
     for name, module in unwrapped(model).named_modules():
-        if isinstance(unwrapped(module), LowRank) and unwrapped(module) is not module:
+        if isinstance(unwrapped(module), Replacement) and unwrapped(module) is not module:
             raise LayerError(
                 f"{name} was compiled by itself: its compiled code would go on with the factors. "
                 "Compile the model or the part that holds it, or fuse before you compile."
@@ -213,6 +218,7 @@ def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") 
     chosen = resolve_for(model, ranks)
     dense = set(_better_dense(model, chosen, by))
     memo: dict[int, Any] = {}
+    replaced: list[Replacement] = list(layers.values())
     for name, rank in chosen.items():
         layer = layers[name]
         plain = memo[id(layer)] = plain_form(layer, rank, "dense" if name in dense else "factored")
@@ -226,14 +232,19 @@ def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") 
                     "an output head here shares the factors of an embedding that is not part of "
                     f"this {type(model).__name__}. Extract the model that holds both."
                 )
-            plain = _hand_copies(module, module.plain(memo[id(module.embedding)]))
-            memo[id(module)] = plain
+            plain = memo[id(module)] = module.plain(memo[id(module.embedding)])
+            replaced.append(module)
             last = plain[-1] if isinstance(plain, nn.Sequential) else plain
             if module.bias is not None:
                 last.bias = memo.setdefault(id(module.bias), last.bias)
         elif isinstance(module, Attention | Recurrent) and (closed := _closed(module, memo)):
-            memo[id(module)] = _hand_copies(module, closed)
-    return copy_without_hooks(model, memo)
+            memo[id(module)] = closed
+            replaced.append(module)
+    plain_model = copy_without_hooks(model, memo, replaced)
+    filled = [p for p in model.parameters() if p.numel()]
+    if filled and not any(p.requires_grad for p in filled):
+        plain_model.requires_grad_(False)  # layers without ranks too, which cannot be asked
+    return plain_model
 
 
 def plain_form(layer: LowRank, rank: int | None, form: Form) -> nn.Module:
@@ -242,11 +253,16 @@ def plain_form(layer: LowRank, rank: int | None, form: Form) -> nn.Module:
     plain = layer.factored(rank) if factored else layer.plain_dense(rank)
     for key in layer.options if factored else ():
         setattr(plain, key, copy.deepcopy(getattr(layer, key)))  # code of a model may read them
-    return _hand_copies(layer, plain)
+    return plain
 
 
-def copy_without_hooks(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy a model, taking what `memo` holds (by id) instead of copying it; hooks stay out."""
+def copy_without_hooks(
+    model: nn.Module, memo: dict[int, Any], replaced: Iterable[Replacement] = ()
+) -> nn.Module:
+    """Deep-copy a model, taking what `memo` holds (by id) instead of copying it; hooks stay out.
+
+    What `memo` holds for layers in `replaced` gets copies of what a user put on them.
+    """
     for module in model.modules():
         for attribute in _HOOKS + STATE_HOOKS:
             hooks: dict[int, Any] = getattr(module, attribute)
@@ -256,6 +272,9 @@ def copy_without_hooks(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 memo.setdefault(id(value), value.detach().clone())
     try:
         copied = copy.deepcopy(model, memo)
+        for layer in replaced:
+            for key in layer.handed_over:
+                _put(memo[id(layer)], key, copy.deepcopy(getattr(layer, key), memo), layer)
     except TypeError as error:
         raise LayerError(
             f"{type(model).__name__} cannot be copied ({error}). Take what cannot be out of its "
@@ -304,6 +323,11 @@ def hand_over(old: nn.Module, new: nn.Module) -> None:
             for key in (*vars(old), *old._buffers)
             if not hasattr(new, key) and not (closed and key.startswith("_"))
         )
+    hand_over_added(old, new)
+
+
+def hand_over_added(old: nn.Module, new: nn.Module) -> None:
+    """Give what a user put on a layer to another; one of the two keeps a list of it."""
     keeper = new if isinstance(new, Replacement) else old
     for key in keeper.handed_over if isinstance(keeper, Replacement) else ():
         _put(new, key, getattr(old, key), old)
@@ -321,13 +345,6 @@ def _put(new: nn.Module, key: str, value: Any, old: nn.Module) -> None:
         new.register_buffer(key, value, persistent=key not in old._non_persistent_buffers_set)
     else:
         setattr(new, key, value)
-
-
-def _hand_copies(old: Replacement, new: nn.Module) -> nn.Module:
-    """Give copies of what a user put on a layer, which code of a model may read, to another."""
-    for key in old.handed_over:
-        _put(new, key, copy.deepcopy(getattr(old, key)), old)
-    return new
 
 
 def _makes_weights(hook: Any) -> bool:

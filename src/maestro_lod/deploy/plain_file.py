@@ -25,6 +25,7 @@ from maestro_lod.surgery import (
     Form,
     copy_on_meta,
     hand_over,
+    hand_over_added,
     hand_over_hooks,
     own_memory,
     plain_form,
@@ -65,7 +66,10 @@ def write(model: nn.Module, path: Path) -> None:
             tensors[key] = value.detach().clone().contiguous()  # safetensors refuses views
     config = {"layers": _types(model), "factored": _factored(model), "aliases": aliases}
     metadata = {"format": _FORMAT, "version": str(_VERSION), "config": json.dumps(config)}
-    save_file(tensors, path, metadata=metadata)
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {path.name} ({error}).") from error
 
 
 def _types(model: nn.Module) -> dict[str, str]:
@@ -185,6 +189,7 @@ def _restructured(model: nn.Module, config: _Config, path: Path) -> nn.Module:
         low_rank[id(module)] = layer = kind.like(module, rank)
         hand_over(module, layer)
         plain[id(layer)] = plain_form(layer, rank, form)
+        hand_over_added(layer, plain[id(layer)])
         hand_over_hooks(module, plain[id(layer)])
     model = replace_modules(model, low_rank)
     switch_off_fast_paths(model)  # which looks for low-rank layers

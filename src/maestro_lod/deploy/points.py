@@ -320,4 +320,7 @@ def _read_point(record: Mapping[str, Any]) -> Point:
 
 def _write(path: Path, text: str) -> None:
     with replacing(path) as place:
-        place.write_text(text, encoding="utf-8")
+        try:
+            place.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path} ({error}).") from error

@@ -24,7 +24,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise LayerError(f"a model is an nn.Module, not a {type(model).__name__}.")
     # in the dict of its children, past a __getattr__ of the model that asks what it wraps
-    inner = model._modules.get("_orig_mod")
+    children = model._modules  # of a scripted model it is no dict, and has no get()
+    inner = children["_orig_mod"] if "_orig_mod" in children else None  # noqa: SIM401
     return model if inner is None else inner
 
 

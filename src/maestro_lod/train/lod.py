@@ -33,10 +33,10 @@ from maestro_lod.train.penalty import prox_layers_, weighted_group_lasso
 from maestro_lod.train.pressure import penalty_for
 from maestro_lod.train.sampling import RankSampler
 from maestro_lod.train.shrink import (
-    averaged_layers,
     clear_moments,
     cut,
     ranks_above,
+    require_averaged,
     require_optimizer,
     require_unwrapped,
 )
@@ -124,7 +124,7 @@ class LoD:
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
         require_optimizer(self.model, optimizer)
         if ema is not None:
-            averaged_layers(ema, require_low_rank(self.model))
+            require_averaged(ema)
         self.ledger = Ledger.of(self.model, example)
         self.budget = (
             None if budget is None else Budget.of(budget, self.model, self.ledger, self.min_rank)
@@ -226,11 +226,13 @@ class LoD:
         otherwise the sampled one. The penalty is included. `weight` scales all of it: 1/k where
         the gradients of k batches are accumulated. `soft_loss(output, teacher)` is what `distill`
         trains the sampled pass on, given the output of the full one; without it that is the
-        cross-entropy of scores (N, classes).
+        cross-entropy of scores (N, classes, …).
         """
         total: Tensor | float = 0.0
         if self.full_pass:
             output = forward()
+            if self.distill and soft_loss is None:
+                _require_class_scores(output)
             full_loss = _finite(loss(output) * weight)
             full_loss.backward()  # type: ignore[no-untyped-call]
             total = full_loss.detach()
@@ -448,20 +450,27 @@ class _NoteCall:
             lod._call = Call(args, kwargs).on_meta()
 
 
-def _soft_cross_entropy(output: Any, teacher: Any) -> Tensor:
-    """Return the cross-entropy of scores (N, classes) to the probabilities of a teacher's."""
-    if not isinstance(output, Tensor) or output.ndim != 2:
+def _soft_cross_entropy(output: Tensor, teacher: Tensor) -> Tensor:
+    return F.cross_entropy(output, teacher.softmax(1))
+
+
+def _require_class_scores(output: Any) -> None:
+    """Refuse an output of which nobody can tell where the scores of classes are."""
+    way_out = (
+        "Say how to compare it: backward(…, soft_loss=lambda output, teacher: …), or in fit a loss "
+        "with a method soft(output, teacher, target)."
+    )
+    if not isinstance(output, Tensor) or output.ndim in (0, 1, 3):  # 3: classes second or last?
         given = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise OptionError(
-            f"distill=True compares class scores of shape (N, classes); the output is {given}. Say "
-            "how to compare it: backward(…, soft_loss=lambda output, teacher: …)."
+            f"distill=True compares scores of shape (N, classes) or (N, classes, height, width); "
+            f"the output is {given}. {way_out}"
         )
     if output.shape[1] < 2:
         raise OptionError(
             "distill=True compares scores of classes, but the output has a single score, from "
-            "which nothing would be learned. Say how to compare it: backward(…, soft_loss=…)."
+            f"which nothing would be learned. {way_out}"
         )
-    return F.cross_entropy(output, teacher.softmax(1))
 
 
 def _finite(loss: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def cut(
     require_unwrapped(model)
     if optimizer is not None:
         require_optimizer(model, optimizer)
-    averaged = averaged_layers(ema, layers) if ema is not None else {}
+    averaged = _averaged_layers(ema, layers) if ema is not None else {}
     for name in lost:
         _cut_layer(layers[name], ranks[name], optimizer)
         if ema is not None:
@@ -118,10 +118,14 @@ def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
                 value.narrow(dim, rank, layer.rank - rank).zero_()
 
 
-def averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
-    """Return the layers of an averaged copy by name, or refuse one that is no copy of these."""
+def require_averaged(ema: AveragedModel) -> None:
+    """Refuse what is no averaged copy of a model."""
     if not isinstance(ema, AveragedModel):
         raise LayerError(f"ema is a {type(ema).__name__}. Give an AveragedModel(model).")
+
+
+def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
+    require_averaged(ema)
     averaged = low_rank_layers(ema.module)
     if {n: m.rank for n, m in averaged.items()} != {n: m.rank for n, m in layers.items()}:
         raise LayerError(
