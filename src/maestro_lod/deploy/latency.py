@@ -133,7 +133,7 @@ class Latency:
         chosen = {name: layer.rank for name, layer in self.layers.items()}
         chosen |= resolve(ranks, limits) if ranks is not None else {}
         gained = sum(
-            layer.dense - layer.seconds(chosen[name], None if forms is None else forms[name])
+            layer.dense - layer.seconds(chosen[name], (forms or {}).get(name))
             for name, layer in self.layers.items()
         )
         alone = sum(layer.dense for layer in self.layers.values())

@@ -125,14 +125,14 @@ class Frontier(Sequence[Point]):
             return sorted(within, key=lambda p: (-(p.accuracy or 0.0), p.loss, self._cost_of(p)))
         return sorted(within, key=lambda p: (p.loss, self._cost_of(p)))
 
-    def why_none(self, limits: Mapping[str, float | None]) -> str:
-        """Say which of the limits no submodel meets, and what the nearest one has."""
+    def why_none(self, limits: Mapping[str, float | None], *, together: bool = False) -> str:
+        """Say which limits no submodel meets, one or all together, and what the nearest one has."""
         checked = self._limits(limits)
 
         def shown(point: Point, keys: Sequence[str]) -> str:
             return ", ".join(f"{key} {self._shown(point, key)}" for key in keys)
 
-        for limit in checked:
+        for limit in checked if len(checked) == 1 or not together else ():
             near = min(self.points, key=limit.excess)
             if limit.excess(near) > 0.0:
                 return (

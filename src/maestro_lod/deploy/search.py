@@ -22,6 +22,7 @@ from maestro_lod.deploy.journal import Journal
 from maestro_lod.deploy.replay import Replay
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.surgery import Form
 from maestro_lod.train.penalty import importance
 
 Submodel: TypeAlias = tuple[dict[str, int], float]
@@ -55,20 +56,30 @@ class Costs:
             params, size = params + more, size + more * layer.u.element_size()
         self.dense = Cost(params, None if macs is None else macs.total, size)
 
-    def saved(self, name: str, rank: int) -> Cost:
-        """Return what one layer at a rank costs less than the dense layer."""
+    def forms(self, ranks: Mapping[str, int]) -> dict[str, Form]:
+        """Return the form in which `fuse` leaves each layer at these ranks."""
+        return {
+            name: "dense" if layer.dense_is_cheaper(ranks[name]) else "factored"
+            for name, layer in self._layers.items()
+        }
+
+    def saved(self, name: str, rank: int, form: Form | None = None) -> Cost:
+        """Return what a layer at a rank costs less than dense, in a form or as `fuse` leaves it."""
         layer, macs = self._layers[name], None
-        params = layer.dense_weights - layer.fused_weights(rank)
+        form = form or ("dense" if layer.dense_is_cheaper(rank) else "factored")
+        params = layer.dense_weights - layer.weights(rank) if form == "factored" else 0
         if self._positions is not None:
             macs = 0
-            for key, part in self._parts[name].items():
-                positions = self._positions[key]
-                macs += part.dense_macs(positions) - part.fused_macs(positions, rank)
+            if form == "factored" and layer.has_factored_form:
+                for key, part in self._parts[name].items():
+                    positions = self._positions[key]
+                    macs += part.dense_macs(positions) - part.macs(positions, rank)
         return Cost(params, macs, params * layer.u.element_size())
 
-    def at(self, ranks: Mapping[str, int]) -> Cost:
-        """Return what the whole model costs at these ranks."""
-        saved = [self.saved(name, rank) for name, rank in ranks.items()]
+    def at(self, ranks: Mapping[str, int], forms: Mapping[str, Form] | None = None) -> Cost:
+        """Return what the model costs at these ranks, in these forms or as `fuse` leaves it."""
+        forms = forms or {}
+        saved = [self.saved(name, rank, forms.get(name)) for name, rank in ranks.items()]
         dense = self.dense
         return Cost(
             params=dense.params - sum(part.params for part in saved),

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from maestro_lod.checkpoint import save
-from maestro_lod.cost import as_call, summary
+from maestro_lod.cost import as_call, dense_macs, summary
 from maestro_lod.deploy.export import Exported, export, opened
 from maestro_lod.deploy.frontier import frontier
 from maestro_lod.deploy.latency import Latency, all_dense, latency, round_ranks
 from maestro_lod.deploy.points import Frontier, Point
+from maestro_lod.deploy.search import Cost, Costs
 from maestro_lod.deploy.trial import drawn_call, interleaved
 from maestro_lod.deploy.trial import run as run_call
 from maestro_lod.errors import CheckpointError, OptionError
@@ -352,65 +353,63 @@ def _best_within(
     is worth was not searched, so it is evaluated.
     """
     found.point(**limits)  # refuses limits that no size meets even as it was found
+    model, example = trained.model, trained.data.example
+    costs = Costs(model, dense_macs(model, example))
     tried: list[Point] = []
     for point in found.within(limits):
         ranks = point.ranks
         if multiple is not None:
-            ranks = round_ranks(trained.model, ranks, multiple=multiple)
+            ranks = round_ranks(model, ranks, multiple=multiple)
         if any(ranks == other.ranks for other in tried):
             continue
-        size, plain = _fastest_within(trained, replace(point, ranks=ranks), found, limits, measured)
+        size, forms = _fastest_within(costs, replace(point, ranks=ranks), found, limits, measured)
         if ranks != point.ranks and _holds(size, found, limits):
             again = search(trained, ranks=[ranks])[-1]
             size = replace(size, loss=again.loss, accuracy=again.accuracy)
         if _holds(size, found, limits):
-            return size, plain
+            plain = extract(model, ranks, by=_Forms(forms))
+            size = replace(size, **asdict(_cost_of(plain, example)))
+            if _holds(size, found, limits):  # where a layer has no plain form of its factors
+                return size, plain
         tried.append(size)
+    why = replace(found, points=tuple(tried)).why_none(limits, together=True)
     rounded = "" if multiple is None else f" with its ranks rounded to multiples of {multiple}"
     raise OptionError(
-        f"{replace(found, points=tuple(tried)).why_none(limits)} That is as it would be "
-        f"deployed{rounded}. Give wider limits{'' if multiple is None else ', or another --round'}."
+        f"{why} That is as it would be deployed{rounded}. Give wider limits"
+        f"{'' if multiple is None else ', or another --round'}."
     )
 
 
 def _fastest_within(
-    trained: Trained,
+    costs: Costs,
     point: Point,
     found: Frontier,
     limits: Mapping[str, float],
     measured: Latency,
-) -> tuple[Point, nn.Module]:
+) -> tuple[Point, dict[str, Form]]:
     """Multiply out the layers that are slower factored, as long as limits on the size hold.
 
-    Returns the point with the costs of this form, whether or not it is within the limits, and the
-    plain model.
+    Returns the point with the costs of this, whether or not it is within the limits, and the forms.
     """
-    ranks, layers = point.ranks, low_rank_layers(trained.model)
-    forms: dict[str, Form] = {
-        name: "dense" if layer.dense_is_cheaper(ranks[name]) else "factored"
-        for name, layer in layers.items()
-    }
     sizes = {key: limits[key] for key in limits if key in ("max_params", "max_macs", "max_bytes")}
-    best = _deployed(trained, point, forms, measured)
-    for name in layers:
-        if forms[name] == "factored" and measured.choose(name, ranks[name]) == "dense":
+    forms = costs.forms(point.ranks)
+
+    def in_forms(forms: Mapping[str, Form]) -> Point:
+        seconds = measured.predict(point.ranks, forms=forms)
+        return replace(point, latency=seconds, **asdict(costs.at(point.ranks, forms)))
+
+    for name, form in [*forms.items()]:
+        if form == "factored" and measured.choose(name, point.ranks[name]) == "dense":
             tried: dict[str, Form] = {**forms, name: "dense"}
-            other = _deployed(trained, point, tried, measured)
-            if not sizes or _holds(other[0], found, sizes):
-                forms, best = tried, other
-    return best
+            if not sizes or _holds(in_forms(tried), found, sizes):
+                forms = tried
+    return in_forms(forms), forms
 
 
-def _deployed(
-    trained: Trained, point: Point, forms: Mapping[str, Form], measured: Latency
-) -> tuple[Point, nn.Module]:
-    """Return a point with what it costs in these forms, and its plain model in them."""
-    plain = extract(trained.model, point.ranks, by=_Forms(forms))
-    costs = summary(plain, trained.data.example)
-    size = sum(t.numel() * t.element_size() for t in (*plain.parameters(), *plain.buffers()))
-    seconds = measured.predict(point.ranks, forms=forms)
-    deployed = replace(point, params=costs.params, macs=costs.macs, bytes=size, latency=seconds)
-    return deployed, plain
+def _cost_of(plain: nn.Module, example: Any) -> Cost:
+    counted = summary(plain, example)
+    size = sum(t.nbytes for t in (*plain.parameters(), *plain.buffers()))
+    return Cost(counted.params, counted.macs, size)
 
 
 def _holds(point: Point, found: Frontier, limits: Mapping[str, float]) -> bool:
