@@ -1181,6 +1181,14 @@ def test_a_tied_weight_that_is_also_in_a_list_is_left_alone_for_that_reason() ->
     assert lod.ranks(lod.decompose(model, tied="share")) == {"embedding": 8}
 
 
+def test_a_list_of_biases_is_in_nobodys_way() -> None:
+    """Biases stay the Parameters that they were, so what holds them stays right."""
+    model = three_linears()
+    model.no_decay = [layer.bias for layer in model]
+    assert lod.ranks(lod.decompose(model)).keys() == {"0", "1", "2"}
+    assert all(kept is layer.bias for kept, layer in zip(model.no_decay, model, strict=True))
+
+
 class TiedHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.errors import CheckpointError, OptionError, listed, nearest
-from maestro_lod.files import replacing
+from maestro_lod.files import blaming, replacing
 from maestro_lod.layers import (
     OPENED_TYPE,
     Attention,
@@ -95,10 +95,10 @@ def save(
 
 
 def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
-    with replacing(path) as place:
+    with replacing(path) as place, blaming(path):
         try:
             save_file(tensors, place, metadata=metadata)
-        except (OSError, SafetensorError, KeyError) as error:  # KeyError: a dtype it cannot hold
+        except (SafetensorError, KeyError) as error:  # KeyError: a dtype that it cannot hold
             raise CheckpointError(f"cannot write {path} ({error}).") from error
 
 

@@ -130,7 +130,7 @@ def _rows(model: nn.Module, macs: DenseMacs) -> Iterator[LayerCost]:
             yield LayerCost(
                 name, "SharedHead", tuple(layer.weight_shape), layer.rank, layer.full_rank, count,
                 module.macs(positions), count, module.dense_macs(positions),
-                "dense" if layer.dense_is_cheaper() else "factored", module.fused_macs(positions),
+                layer.fused_form(), module.fused_macs(positions),
             )  # fmt: skip
         elif isinstance(module, LowRank):
             positions, factors = macs.positions[name], module.weights()
@@ -138,7 +138,7 @@ def _rows(model: nn.Module, macs: DenseMacs) -> Iterator[LayerCost]:
                 name, module.kind, tuple(module.weight_shape), module.rank, module.full_rank,
                 count, module.macs(positions), count - factors + module.dense_weights,
                 module.dense_macs(positions),
-                "dense" if module.dense_is_cheaper() else "factored", module.fused_macs(positions),
+                module.fused_form(), module.fused_macs(positions),
             )  # fmt: skip
         elif any(p.ndim > 1 for p in own):
             shape = tuple(max(own, key=lambda p: p.numel()).shape)

@@ -24,12 +24,12 @@ def replacing(path: Path) -> Iterator[Path]:
     with it, and a process that is killed leaves nothing but that directory.
     """
     target = Path(os.path.realpath(path))  # a link stays one
-    with _told_of(path):
+    with blaming(path):
         place = tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{_PREFIX}{target.name}-")
     with place as directory:
         written = Path(directory) / target.name
         yield written
-        with _told_of(path):
+        with blaming(path):
             written.chmod(_mode(target, Path(directory)))  # safetensors lets only the owner read
             with written.open("r+b") as file:
                 os.fsync(file.fileno())
@@ -38,7 +38,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _told_of(path: Path) -> Iterator[None]:
+def blaming(path: Path) -> Iterator[None]:
+    """Tell trouble with files in the `with` block as trouble with writing this one."""
     try:
         yield
     except OSError as error:

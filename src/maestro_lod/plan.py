@@ -249,11 +249,12 @@ class Plan:
                 )
         usable = [row for row in self.rows.values() if row.rank is not None]
         limits = {row.name: (row.full_rank or 0, row.full_rank or 0) for row in usable}
-        for key, value in ranks.items() if isinstance(ranks, Mapping) else [("", ranks)]:
-            chosen = resolve({key: value} if key else value, limits)
+        given = [{key: ranks[key]} for key in ranks] if isinstance(ranks, Mapping) else [ranks]
+        for part in given:
+            chosen = resolve(part, limits)
             rows = [self.rows[name] for name in chosen]
             if all(row.low_rank for row in rows) and any(r.rank != chosen[r.name] for r in rows):
-                self.without_effect = f"ranks={ ({key: value} if key else value)!r}"
+                self.without_effect = f"ranks={part!r}"
         for name, rank in resolve(ranks, limits).items():
             if not self.rows[name].low_rank:
                 self.rows[name] = replace(self.rows[name], rank=rank)
@@ -277,9 +278,7 @@ class _Obstacles:
         # memory -> who has it: (name of the module, of the parameter, the module)
         self._owners: dict[int, list[tuple[str, str, nn.Module]]] = defaultdict(list)
         self._holders: dict[int, str] = {}  # module -> the attribute that also holds it
-        self._lists: dict[
-            int, str
-        ] = {}  # memory of a parameter -> the attribute that also holds it
+        self._keepers: dict[int, str] = {}  # memory of a parameter -> the attribute with it
         self._readers: dict[int, str] = {}  # module -> the class whose code reads its weight
         self._wrappers: dict[int, str] = {}  # module -> the class of the adapter around it
         for name, module in model.named_modules():
@@ -294,7 +293,7 @@ class _Obstacles:
                     if isinstance(held, nn.Module):
                         self._holders[id(held)] = where
                     elif isinstance(held, nn.Parameter) and not is_lazy(held):
-                        self._lists[_memory(held)] = where
+                        self._keepers[_memory(held)] = where
             if "base_layer" in module._modules:  # as PEFT and others call what they adapt
                 inner = (m for child in module.children() for m in child.modules())
                 self._wrappers |= {id(m): type(module).__name__ for m in inner}
@@ -377,14 +376,14 @@ class _Obstacles:
             return "its forward was replaced on the instance"
         if id(module) in self._holders:
             return f"it is also held by {self._holders[id(module)]}, which torch does not look into"
-        for parameter in module.parameters():
-            if (where := self._lists.get(_memory(parameter))) is not None and parameter.numel():
-                return f"its weight is also in {where}, which would keep it. Fill that afterwards"
+        for key, parameter in module.named_parameters():
+            where = self._keepers.get(_memory(parameter)) if parameter.numel() else None
+            if where is not None and key != "bias":  # which stays the same Parameter
+                return f"its {key} is also in {where}, which would keep it. Fill that afterwards"
         if foreign := set(module._modules) - {"out_proj"}:
             return f"it has a submodule of its own ({', '.join(sorted(foreign))})"
-        if hidden := (vars(module).keys() | module._buffers.keys()) & _names_only_ours(
-            type(module)
-        ):
+        names = vars(module).keys() | module._buffers.keys()
+        if hidden := names & _names_only_ours(type(module)):
             return f"a low-rank layer would hide its attribute {', '.join(sorted(hidden))}"
         if any(getattr(module, hooks) for hooks in STATE_HOOKS):
             return "it carries hooks of its state dict, which expect a dense weight"

@@ -14,7 +14,7 @@ from typing import Any, overload
 from maestro_lod.deploy.plot import svg
 from maestro_lod.deploy.replay import number
 from maestro_lod.errors import CheckpointError, OptionError, listed, nearest
-from maestro_lod.files import replacing
+from maestro_lod.files import blaming, replacing
 from maestro_lod.table import table
 
 _FORMAT = "maestro-lod frontier 1"
@@ -319,8 +319,5 @@ def _read_point(record: Mapping[str, Any]) -> Point:
 
 
 def _write(path: Path, text: str) -> None:
-    with replacing(path) as place:
-        try:
-            place.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path} ({error}).") from error
+    with replacing(path) as place, blaming(path):
+        place.write_text(text, encoding="utf-8")

@@ -58,19 +58,16 @@ class Costs:
 
     def forms(self, ranks: Mapping[str, int]) -> dict[str, Form]:
         """Return the form in which `fuse` leaves each layer at these ranks."""
-        return {
-            name: "dense" if layer.dense_is_cheaper(ranks[name]) else "factored"
-            for name, layer in self._layers.items()
-        }
+        return {name: layer.fused_form(ranks[name]) for name, layer in self._layers.items()}
 
     def saved(self, name: str, rank: int, form: Form | None = None) -> Cost:
         """Return what a layer at a rank costs less than dense, in a form or as `fuse` leaves it."""
         layer, macs = self._layers[name], None
-        form = form or ("dense" if layer.dense_is_cheaper(rank) else "factored")
-        params = layer.dense_weights - layer.weights(rank) if form == "factored" else 0
+        factored = (form or layer.fused_form(rank)) == "factored"
+        params = layer.dense_weights - layer.weights(rank) if factored else 0
         if self._positions is not None:
             macs = 0
-            if form == "factored" and layer.has_factored_form:
+            if factored and layer.has_factored_form:
                 for key, part in self._parts[name].items():
                     positions = self._positions[key]
                     macs += part.dense_macs(positions) - part.macs(positions, rank)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +179,10 @@ class LowRank(nn.Module):
     def break_even(self) -> int:
         """The largest rank at which the factors have no more scalars than the dense weight."""
         return self.dense_weights // max(self.weights(1), 1)
+
+    def fused_form(self, rank: int | None = None) -> Literal["dense", "factored"]:
+        """Return the form in which `fuse` leaves the layer."""
+        return "dense" if self.dense_is_cheaper(rank) else "factored"
 
     def fused_weights(self, rank: int | None = None) -> int:
         """Count the scalars of the form in which `fuse` leaves the layer."""

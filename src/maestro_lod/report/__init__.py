@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maestro_lod.errors import CheckpointError
+from maestro_lod.files import blaming, replacing
 from maestro_lod.report.page import page
 from maestro_lod.report.runs import read_runs
 
@@ -20,13 +21,13 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     out = Path(out)
     if out.is_dir():
         out = out / "report.html"
-    content = page(read_runs(runs))
+    # names from files may hold halves of characters, which UTF-8 cannot write
+    content = page(read_runs(runs)).encode("utf-8", errors="xmlcharrefreplace")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        # names from files may hold halves of characters, which UTF-8 cannot write
-        out.write_bytes(content.encode("utf-8", errors="xmlcharrefreplace"))
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {out} ({error.strerror}). Give another place for the page."
-        ) from error
+        with blaming(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(out) as place:
+                place.write_bytes(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Give another place for the page.") from error
     return out
