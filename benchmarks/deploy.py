@@ -20,10 +20,11 @@ from interleaved import Times, seconds, write
 from torch import Tensor, nn
 
 import maestro_lod as lod
-from maestro_lod.cost import Call, summary
+from maestro_lod.app.models import LeNet, resnet18
+from maestro_lod.calls import Call
+from maestro_lod.cost import summary
 from maestro_lod.deploy.export import export, opened
 from maestro_lod.deploy.latency import latency
-from maestro_lod.tasks.models import LeNet, resnet18
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "LeNet": (LeNet, (1, 28, 28)),

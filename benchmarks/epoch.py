@@ -15,10 +15,10 @@ import torch
 from interleaved import seconds, write
 
 import maestro_lod as lod
+from maestro_lod.app.data import load_data
+from maestro_lod.app.models import LeNet
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.tasks.data import load_data
-from maestro_lod.tasks.models import LeNet
-from maestro_lod.train.fit import Progress
+from maestro_lod.train.progress import Progress
 
 
 def epochs(ranks: list[int] | None, penalty: float) -> Callable[[], None]:
@@ -37,7 +37,7 @@ def epochs(ranks: list[int] | None, penalty: float) -> Callable[[], None]:
 
     def one_more() -> None:
         lod.fit(
-            model, data.train, optimizer=optimizer, lod=train, epochs=progress.epoch + 1,
+            model, data.train, optimizer=optimizer, method=train, epochs=progress.epoch + 1,
             progress=progress,
         )  # fmt: skip
 

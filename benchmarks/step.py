@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
+from maestro_lod.app.models import LeNet, resnet18
 from maestro_lod.layers import LowRankConv, few_channels
-from maestro_lod.tasks.models import LeNet, resnet18
 from maestro_lod.train.shrink import cut
 
 PENALTY = 64e-6

@@ -16,7 +16,8 @@ from interleaved import Times, seconds, write
 from torch import Tensor, nn
 
 import maestro_lod.layers.lowrank as lowrank
-from maestro_lod.layers import LOW_RANK_TYPE, LowRank
+from maestro_lod.layers import LowRank
+from maestro_lod.layers.registry import low_rank_type
 
 SHARES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)
 CANDIDATES = (0, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -71,9 +72,9 @@ def main() -> None:
     choose, measured = lowrank.composing_pays, []
     for dense, x in cases():
         x.requires_grad_()
-        full = LOW_RANK_TYPE[type(dense)].from_dense(dense).full_rank
+        full = low_rank_type(type(dense)).from_dense(dense).full_rank
         for rank in sorted({max(1, round(share * full)) for share in SHARES}):
-            layer = LOW_RANK_TYPE[type(dense)].from_dense(dense, rank)
+            layer = low_rank_type(type(dense)).from_dense(dense, rank)
             times = both_ways(layer, x, options.rounds)
             measured.append((layer, rank, times.ratio("composed", "factored")))
             ratio = times.ratio("composed", "factored")

@@ -3,7 +3,7 @@
     python examples/text.py [--data DIR] [--lines 3000] [--steps 1600] [--only lstm|transformer]
 
 Reads the first lines of multi30k/train.jsonl (English and German captions, one JSON object with
-`en` and `de` per line) below DIR, the environment variable LOD_DATA, or ../shared/data. The LSTM
+`en` and `de` per line) below DIR, or below the environment variable LOD_DATA. The LSTM
 predicts the next character of English lines, the transformer translates characters. Adam's penalty
 gradients would stall above the threshold, so ranks are removed by proximal steps.
 """
@@ -182,8 +182,7 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = os.environ.get("LOD_DATA", Path(__file__).parents[2] / "shared" / "data")
-    parser.add_argument("--data", type=Path, default=Path(default))
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("LOD_DATA", "data")))
     parser.add_argument("--lines", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--only", choices=("lstm", "transformer"))

@@ -17,8 +17,8 @@ from types import ModuleType
 
 import torch
 
+from maestro_lod.app.memory import keep_freed_memory
 from maestro_lod.errors import MaestroError, nearest
-from maestro_lod.memory import keep_freed_memory
 from paper.record import RESULTS, ROOT, read, write
 from paper.scale import Scale
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import maestro_lod as lod
-from maestro_lod.tasks.deployment import Trained
-from maestro_lod.tasks.run import Run
+from maestro_lod.app.run import Run
+from maestro_lod.app.trained import Trained
+from maestro_lod.methods.lod import LoDSettings
 from paper.published import ABLATION
 from paper.scale import Scale, row
 
@@ -33,10 +34,12 @@ def measure(scale: Scale) -> dict[str, Any]:
 
 def _row(run: Run) -> dict[str, Any]:
     """Describe a run; one that never shrank is cut at its end, by the same threshold."""
-    if run.recipe.shrink:
+    settings = run.recipe.settings
+    assert isinstance(settings, LoDSettings)
+    if settings.shrink:
         return row(run)
     trained = Trained.of(run)
-    lod.shrink(trained.model, threshold=run.recipe.threshold)
+    lod.shrink(trained.model, threshold=settings.threshold)
     costs = lod.summary(trained.model, trained.data.example)
     return row(run) | {
         **trained.tested(trained.model),

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maestro_lod import RankSampler, summary, survey
-from maestro_lod.cost import Example, Ledger, Summary, count_params
-from maestro_lod.layers import low_rank_type
-from maestro_lod.surgery import replace_modules
-from maestro_lod.tasks.models import MODELS
+from maestro_lod import RankSampler, summary
+from maestro_lod.app.models import MODELS
+from maestro_lod.calls import Example
+from maestro_lod.cost import Summary, count_params
+from maestro_lod.planning import Plan
+from maestro_lod.structure import restructure, uninitialized
+from maestro_lod.train.ledger import Ledger
 from paper.published import (
     COUNTS,
     DISAGREEMENTS,
@@ -141,13 +143,8 @@ def example(name: str) -> Example:
 
 def low_rank(model: nn.Module, **choice: Any) -> nn.Module:
     """Do what `decompose` does to a model on the meta device, where there is nothing to factor."""
-    new: dict[int, nn.Module] = {}
-    for name, rank in survey(model, **choice).ranks.items():
-        dense = model.get_submodule(name)
-        kind = low_rank_type(dense)
-        assert kind is not None
-        new[id(dense)] = kind.like(dense, rank)
-    return replace_modules(model, new)
+    options = {"only": None, "skip": None, "ranks": None, "tied": "keep", **choice}
+    return restructure(model, Plan(model, **options).structure(), fill=uninitialized)
 
 
 def both(what: str, found: Summary) -> Iterator[Count]:
@@ -312,15 +309,16 @@ def spectral(budget: float) -> nn.Module:
 
 def _spectral(share: float) -> nn.Module:
     model = MODELS["vgg19"]()
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    new: dict[int, nn.Module] = {}
-    for dense in convolutions[1:]:
+    convolutions = [name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)]
+    for name in convolutions[1:]:
+        dense: Any = model.get_submodule(name)
         rank = max(1, round(share * dense.out_channels * 3))
-        new[id(dense)] = nn.Sequential(
+        pair = nn.Sequential(
             nn.Conv2d(dense.in_channels, rank, (1, 3), padding=(0, 1), bias=False),
             nn.Conv2d(rank, dense.out_channels, (3, 1), padding=(1, 0), bias=False),
         )
-    return replace_modules(model, new)
+        model.set_submodule(name, pair)
+    return model
 
 
 # -- rows that fix each other ------------------------------------------------------------------

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from typing import Any
 
-from maestro_lod.deploy.plot import svg
-from maestro_lod.tasks.run import Run
+from maestro_lod.plot import svg
 from paper.published import LENET
 from paper.scale import Scale
 
@@ -18,24 +16,18 @@ LAMBDAS = [name for name in LENET if name != "dense"]
 def measure(scale: Scale) -> dict[str, Any]:
     runs = {name: scale.trained("lenet-mnist", penalty=name, seed=0) for name in LAMBDAS}
     dense = scale.trained("lenet-mnist", method="dense", seed=0)
-    curves = {name: _epochs(run) for name, run in runs.items()}
+    curves = {name: run.epochs() for name, run in runs.items()}
     return {
         "total_rank": {
-            name: [sum(epoch["ranks"].values()) for epoch in epochs]
-            for name, epochs in curves.items()
+            name: [sum(epoch.ranks.values()) for epoch in epochs] for name, epochs in curves.items()
         },
-        "ranks": {name: epochs[-1]["ranks"] for name, epochs in curves.items()},
+        "ranks": {name: dict(epochs[-1].ranks) for name, epochs in curves.items()},
         "full_ranks": runs["0"].result()["full_ranks"],
         "train_loss": {
-            "dense": [epoch["train_loss"] for epoch in _epochs(dense)],
-            "λ = 0": [epoch["train_loss"] for epoch in curves["0"]],
+            "dense": [epoch.train["loss"] for epoch in dense.epochs()],
+            "λ = 0": [epoch.train["loss"] for epoch in curves["0"]],
         },
     }
-
-
-def _epochs(run: Run) -> list[dict[str, Any]]:
-    lines = (run.directory / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def figures(result: dict[str, Any]) -> dict[str, str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from maestro_lod.tasks.run import Run
-from maestro_lod.tasks.setup import Setup
-from maestro_lod.train.fit import total_steps
+from maestro_lod.app.run import Run
+from maestro_lod.app.setup import Setup
+from maestro_lod.methods.lod import LoDSettings
+from maestro_lod.train.method import RunPlan
 from maestro_lod.train.pressure import penalty_for
 from paper import budgets
 from paper.scale import Scale, row
@@ -28,10 +29,12 @@ def measure(scale: Scale) -> dict[str, Any]:
 
 def _penalty_of_one(run: Run) -> float:
     """Return the λ that has a pressure of one in a run."""
-    setup, recipe = Setup.of(run.recipe), run.recipe
+    setup, recipe, settings = Setup.of(run.recipe), run.recipe, run.recipe.settings
+    assert isinstance(settings, LoDSettings)
     per_epoch = -(-len(setup.data.train) // recipe.accumulate)
-    steps = total_steps(recipe.epochs, per_epoch, setup.schedule)
-    return penalty_for(1.0, setup.model, setup.optimizer, steps, proximal=recipe.proximal)
+    steps = RunPlan(recipe.epochs, per_epoch, setup.schedule).rated_steps
+    assert steps is not None
+    return penalty_for(1.0, setup.model, setup.optimizer, steps, proximal=settings.proximal)
 
 
 def figures(result: dict[str, Any]) -> dict[str, str]:

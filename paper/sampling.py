@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from maestro_lod.app.run import Run
+from maestro_lod.app.trained import Trained, search
 from maestro_lod.layers.ranks import at_ranks
-from maestro_lod.tasks.deployment import Trained, search
-from maestro_lod.tasks.run import Run
 from paper.scale import Scale, row
 
 TITLE = "Beyond the paper: layers cut together while training"
@@ -55,8 +54,7 @@ def _sizes(run: Run) -> dict[str, Any]:
 
 def _course(run: Run) -> dict[str, Any]:
     """Return how a training with a penalty went: params after each epoch, and its end."""
-    lines = (run.directory / "metrics.jsonl").read_text().splitlines()
-    return {**row(run), "course": [json.loads(line)["params"] for line in lines]}
+    return {**row(run), "course": [epoch.params for epoch in run.epochs()]}
 
 
 def figures(result: dict[str, Any]) -> dict[str, str]:

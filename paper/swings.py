@@ -7,12 +7,13 @@ from statistics import mean, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from maestro_lod.deploy.plot import svg
-from maestro_lod.tasks.recipe import load_recipe
-from maestro_lod.tasks.run import Run
-from maestro_lod.tasks.setup import Setup
+from maestro_lod.app.recipe import load_recipe
+from maestro_lod.app.run import Run
+from maestro_lod.app.setup import Setup
+from maestro_lod.plot import svg
 from maestro_lod.train.evaluate import evaluate
-from maestro_lod.train.fit import Progress
+from maestro_lod.train.progress import Progress
+from maestro_lod.train.record import EpochRecord
 from paper.published import LENET
 from paper.scale import Scale
 
@@ -47,10 +48,11 @@ class _Tests:
     def step(self, progress: Progress) -> None:
         pass
 
-    def epoch(self, record: dict[str, Any]) -> None:
+    def epoch(self, record: EpochRecord) -> None:
         assert self._setup.data.test is not None
         reached = evaluate(self._setup.model, self._setup.data.test)
-        self.course.append({"accuracy": reached["accuracy"], "params": record["params"]})
+        assert record.params is not None
+        self.course.append({"accuracy": reached["accuracy"], "params": record.params})
 
     def end(self, result: dict[str, Any]) -> None:
         pass

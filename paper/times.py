@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -14,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import maestro_lod as lod
-from maestro_lod.tasks.run import Run
-from maestro_lod.tasks.setup import Setup
+from maestro_lod.app.run import Run
+from maestro_lod.app.setup import Setup
 from maestro_lod.train.evaluate import call
 from maestro_lod.train.shrink import cut
 from paper import cifar, multi30k
@@ -66,8 +65,7 @@ def _recipe(scale: Scale, recipe: str, names: tuple[str, ...]) -> dict[str, Any]
 
 def _ranks_during(run: Run) -> list[dict[str, int]]:
     """Return the ranks in force during each epoch: full at first, then what the last one left."""
-    lines = (run.directory / "metrics.jsonl").read_text().splitlines()
-    after = [json.loads(line)["ranks"] for line in lines]
+    after = [dict(epoch.ranks) for epoch in run.epochs()]
     return [run.result()["full_ranks"], *after[:-1]]
 
 
@@ -88,12 +86,9 @@ class _Steps:
             group["lr"] = 0.0  # the same batch again and again must not change the weights
 
         def step() -> None:
-            if setup.lod is None:
-                setup.loss(call(setup.model, inputs), target).backward()  # type: ignore[no-untyped-call]
-            else:
-                setup.lod.backward(
-                    lambda: call(setup.model, inputs), lambda output: setup.loss(output, target)
-                )
+            setup.method.backward(
+                lambda: call(setup.model, inputs), lambda output: setup.loss(output, target)
+            )
             setup.optimizer.step()
             setup.optimizer.zero_grad()
 

@@ -66,7 +66,7 @@ class _Pairs:
 
 
 def _encoded(split: str, lines: int) -> TensorDataset:
-    root = Path(os.environ.get("LOD_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    root = Path(os.environ.get("LOD_DATA", "data"))
     code = {character: i for i, character in enumerate(ALPHABET, UNKNOWN + 1)}
     with (root / "multi30k" / f"{split}.jsonl").open(encoding="utf-8") as file:
         pairs = [json.loads(line) for _, line in zip(range(lines), file, strict=False)]

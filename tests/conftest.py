@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("repeatable")
+_data = Path(__file__).resolve().parents[2] / "shared" / "data"
+if _data.is_dir():  # real data, where it lies beside a checkout
+    os.environ.setdefault("LOD_DATA", str(_data))
 torch.set_num_threads(1)  # tiny operations: more threads only wait for each other
 
 

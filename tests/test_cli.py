@@ -18,11 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from maestro_lod import cli
-from maestro_lod.display import Display
-from maestro_lod.report import runs as report_runs
-from maestro_lod.tasks.recipe import all_settings, recipe_names
-from maestro_lod.tasks.run import Run
+from maestro_lod.app import cli
+from maestro_lod.app.commands import results
+from maestro_lod.app.display import Display
+from maestro_lod.app.recipe import recipe_names
+from maestro_lod.app.report import runs as report_runs
+from maestro_lod.app.run import Run
+from maestro_lod.app.settings_list import all_settings
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "recipes.md"
 QUICK = ["data.limit=60", "batch=8", "epochs=1", "threads=1"]
@@ -189,6 +191,7 @@ WRONG = {
     f"{DIGITS} --set model=lenett": "there is no model 'lenett'. Did you mean 'lenet'?",
     f"{DIGITS} --set model.options.colour=3": "model 'lenet' takes no 'colour'",
     f"{DIGITS} --set model.options.classes=few": "model 'lenet' failed: TypeError",
+    f"{DIGITS} --set model.options.classes=3": "'lenet' gives 3 scores, but data 'digits' has 10",
     f"{DIGITS} --set data=digitz": "Did you mean 'digits'?",
     f"{DIGITS} --set data.options.colour=3": "digits has no option 'colour'",
     f"{DIGITS} --set data.limit=1": "leaves none to train on",
@@ -314,7 +317,7 @@ def test_failing_writes_are_one_line(lod: Lod, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr("maestro_lod.checkpoint.save_file", full)
+        patch.setattr("maestro_lod.tensors.save_file", full)
         done = lod("train", "digits", "--out", "run", set=QUICK)
     assert done.code == 1
     assert re.fullmatch("lod: .*No space left.*go on with: lod resume run\n", done.err)
@@ -327,13 +330,13 @@ def test_unexpected_trouble_with_files_is_one_line(
     def refused(*_: Any) -> None:
         raise PermissionError(13, os.strerror(13), "some/file")
 
-    monkeypatch.setattr(cli, "recipe_names", refused)
+    monkeypatch.setattr(results, "recipe_names", refused)
     done = lod("recipes")
     assert (done.code, done.err) == (1, "lod: some/file: Permission denied.\n")
 
 
 def test_our_own_fault_is_owned_up_to(lod: Lod, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "recipe_names", lambda: 1 / 0)
+    monkeypatch.setattr(results, "recipe_names", lambda: 1 / 0)
     done = lod("recipes")
     assert done.code == 1
     assert done.err.startswith("Traceback") and "ZeroDivisionError" in done.err
@@ -378,7 +381,7 @@ def test_own_code_that_fails_in_training_shows_its_traceback(lod: Lod) -> None:
 def test_tensorboard_that_is_not_installed_is_one_line(
     lod: Lod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "maestro_lod.integrations.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "maestro_lod.app.tensorboard", None)
     before = contents(tmp_path)
     done = lod("train", "digits", set=["tensorboard=true"])
     assert done.code == 2
@@ -399,7 +402,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     )
     assert lod("train", "mine.yaml", "--out", "whole").code == 0
     monkeypatch.setenv("SECONDS_PER_BATCH", "0.2")  # six seconds to press it in
-    command = [sys.executable, "-m", "maestro_lod.cli", "train", "mine.yaml", "--out", "run"]
+    command = [sys.executable, "-m", "maestro_lod.app.cli", "train", "mine.yaml", "--out", "run"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = []

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import maestro_lod as lod
-from maestro_lod.cost import Ledger, by_factors, count_params
+from maestro_lod.app.models import VGG19, LeNet, resnet18, resnet50
+from maestro_lod.cost import Cost, count_params
 from maestro_lod.errors import LayerError, OptionError
 from maestro_lod.layers import SharedHead, lowrank
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.tasks.models import VGG19, LeNet, resnet18, resnet50
+from maestro_lod.layers.uses import uses_of
+from maestro_lod.train.ledger import Ledger
 
 IMAGES = {
     "LeNet": (LeNet, (1, 1, 28, 28)),
@@ -189,7 +192,7 @@ def test_macs_of_every_kind_are_those_done_by_hand(
 ) -> None:
     x = torch.empty(shape)
     assert lod.summary(build(), x).macs == macs
-    layer = lod.decompose(build(), ranks=rank)
+    layer = lod.decompose(build(), ranks={"": rank})
     result = lod.summary(layer, x)
     (row,) = result.layers
     assert result.dense_macs == row.dense_macs == macs
@@ -336,14 +339,103 @@ class DataDependent(nn.Module):
         return self.fc(x) if x.sum() > 0 else x
 
 
+class GroupedProduct(nn.Module):
+    """Rows meet the matrices of a stack by a product that torch cannot do in float32 on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(2, 8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.tensor([1, len(x)], dtype=torch.int32, device=x.device)
+        return F.grouped_mm(x, self.stack, offs=offsets)
+
+
+class Differentiating(nn.Module):
+    """Asks for gradients in its forward, and changes a view of what needs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = self.fc(x)
+            for part in y.split(3, dim=-1):
+                part.add_(1.0)
+            return y
+
+
+class Batched(nn.Module):
+    """Multiplies by a stack of matrices in one of the ways there are; and activations by others."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.stack, self.way = nn.Parameter(torch.randn(3, 4, 5)), way
+
+    def forward(self, x: Tensor) -> Tensor:  # (3, rows, 4)
+        x = x + (x @ x.transpose(1, 2)).sum()  # no weight in it
+        if self.way == "bmm":
+            return torch.bmm(x, self.stack)
+        if self.way == "baddbmm":
+            return torch.baddbmm(x.new_zeros(3, 1, 5), x, self.stack)
+        if self.way == "einsum":
+            return torch.einsum("erm,emn->ern", x, self.stack)
+        if self.way == "transposed":
+            return torch.matmul(self.stack.mT, x.mT)
+        if self.way == "selected":
+            order = x.sum((1, 2)).argsort()
+            return torch.bmm(x, self.stack[order])
+        return torch.bmm(x, F.normalize(self.stack, dim=-1))
+
+
+@pytest.mark.parametrize(
+    "way", ["bmm", "baddbmm", "einsum", "transposed", "selected", "normalized"]
+)
+def test_batched_products_with_weights_count_and_those_of_activations_do_not(way: str) -> None:
+    rows = lod.summary(Batched(way), torch.empty(3, 7, 4)).layers
+    assert [row.macs for row in rows] == [3 * 7 * 4 * 5]
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "macs"),
+    [
+        (DataDependent(), torch.ones(2, 6), 2 * 36),
+        (DataDependent(), -torch.ones(2, 6), 0),
+        (lod.decompose(DataDependent()), torch.ones(2, 6), 2 * 2 * 36),
+        (GroupedProduct(), torch.ones(4, 8), 4 * 32),
+        (Differentiating(), torch.ones(2, 6), 2 * 36),
+    ],
+    ids=["data-dependent", "the other way", "low-rank", "grouped", "differentiating"],
+)
+def test_models_that_need_values_are_counted_on_the_example_itself(
+    model: nn.Module, example: Tensor, macs: int, capfd: Any, snapshot: Callable[[nn.Module], Any]
+) -> None:
+    before, random = snapshot(model), torch.get_rng_state()
+    assert lod.summary(model, example).macs == macs
+    before.assert_unchanged(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("what", ["model", "example"])
+def test_a_model_that_needs_values_says_what_has_none(what: str) -> None:
+    model, example = DataDependent(), torch.ones(2, 6)
+    if what == "model":
+        model = model.to("meta")
+    else:
+        example = example.to("meta")
+    with pytest.raises(LayerError, match=f"DataDependent.*Give the {what} with real values"):
+        lod.summary(model, example)
+
+
 @pytest.mark.parametrize(
     ("model", "example", "words"),
     [
         (nn.Linear(6, 6), torch.empty(2, 7), "Linear.*on this example"),
-        (DataDependent(), torch.empty(2, 6), "DataDependent.*meta"),
         (nn.Linear(6, 6), (torch.empty(2, 6),) * 2, "Linear.*TypeError"),
     ],
-    ids=["wrong shape", "data-dependent", "too many arguments"],
+    ids=["wrong shape", "too many arguments"],
 )
 def test_a_model_that_cannot_run_on_the_example_is_refused(
     model: nn.Module, example: Any, words: str
@@ -445,7 +537,7 @@ def test_a_summary_is_frozen_and_turns_into_json() -> None:
     assert data["layers"][1] == {
         "name": "conv2", "kind": "Conv2d", "shape": [16, 6, 5, 5], "rank": 9, "full_rank": 16,
         "params": 1510, "macs": 95616, "dense_params": 2416, "dense_macs": 153600,
-        "form": "factored", "fused_macs": 95616,
+        "form": "factored", "fused_params": 1510, "fused_macs": 95616,
     }  # fmt: skip
     with pytest.raises(AttributeError):
         result.params = 0
@@ -472,7 +564,7 @@ def test_executed_macs_of_every_kind_are_what_torch_counts(
 ) -> None:
     monkeypatch.setattr(lowrank, "composing_pays", lambda *_: way == "composed")
     dense, x = sample
-    layer = lod.decompose(dense, ranks=rank)
+    layer = lod.decompose(dense, ranks={"": rank})
     counted = counted_macs(layer, x)
     assert layer.executed_macs(layer.positions, rank) == counted
 
@@ -621,25 +713,27 @@ def test_the_ledger_knows_what_the_model_would_be_deployed_as(
         layer.resize(min(wanted, layer.full_rank))
     model(x)
     after = lod.summary(model, x)
-    assert ledger.deployed(model) == (after.fused_params, after.fused_macs)
-    if ranks != 0:  # of which plain layers keep one
-        assert lod.summary(lod.extract(model), x).macs == after.fused_macs
-    assert count_params(lod.fuse(model)) == after.fused_params
+    promised = ledger.deployed(model)
+    assert (promised.params, promised.macs) == (after.fused_params, after.fused_macs)
+    plain = lod.extract(model)
+    real = lod.summary(plain, x)
+    assert (real.params, real.macs) == (after.fused_params, after.fused_macs)
+    assert promised.bytes == sum(t.nbytes for t in (*plain.parameters(), *plain.buffers()))
+    assert count_params(lod.fuse(model)) <= after.fused_params
 
 
 def test_without_an_example_only_the_parameters_of_what_is_deployed_are_known() -> None:
     model = lod.decompose(LeNet(), ranks={"conv2": 9, "fc1": 20})
-    assert Ledger.of(model).deployed(model) == (20_320, None)
+    assert Ledger.of(model).deployed(model) == Cost(20_320, None, 4 * 20_320)
     known = Ledger.of(model, torch.empty(1, 1, 28, 28))
-    assert known.deployed(model) == (20_320, 200_456)
+    assert known.deployed(model) == Cost(20_320, 200_456, 4 * 20_320)
 
 
 def test_a_head_whose_embedding_is_elsewhere_belongs_to_no_layer_here() -> None:
     model = lod.decompose(Language(), tied="share")
     head = next(m for m in model.modules() if isinstance(m, SharedHead))
     part = nn.Sequential(lod.decompose(nn.Linear(8, 8)), head)
-    assert list(by_factors(part)) == ["0"]
-    assert list(by_factors(part)["0"]) == ["0"]
+    assert [use.owner for use in uses_of(part)] == ["0"]
 
 
 class OwnsMatrices(nn.Module):

@@ -27,13 +27,13 @@ from pyarrow import parquet
 from sklearn.datasets import load_digits
 from torch import Tensor
 
+from maestro_lod.app.data import DATA, Data, cache, decoded, images, load_data, sources
+from maestro_lod.app.data.batches import Request
+from maestro_lod.app.data.images import ImageFormat
+from maestro_lod.app.models import LeNet
 from maestro_lod.errors import DataError, MaestroError, OptionError
-from maestro_lod.tasks.data import DATA, Data, cache, decoded, images, load_data, sources
-from maestro_lod.tasks.data.batches import Request
-from maestro_lod.tasks.data.images import ImageFormat
-from maestro_lod.tasks.models import LeNet
 
-REAL = Path(os.environ.get("LOD_DATA") or sources._BESIDE_CHECKOUT)
+REAL = Path(os.environ.get("LOD_DATA", ""))
 CIFAR = decoded.SETS["cifar10"].format
 
 
@@ -46,7 +46,6 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("LOD_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("LOD_DATA", raising=False)
-    monkeypatch.setattr(sources, "_BESIDE_CHECKOUT", tmp_path / "beside")
     monkeypatch.setattr(sources, "snapshot_download", unreachable)
 
 
@@ -116,7 +115,7 @@ def test_senseless_options_are_refused(options: dict[str, Any], told: str):
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(sys.modules, "maestro_lod.tasks.data.digits", raising=False)
+    monkeypatch.delitem(sys.modules, "maestro_lod.app.data.digits", raising=False)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match=r"digits needs the package sklearn: pip install"):
         load_data("digits", batch=8)
@@ -124,7 +123,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_name_has_a_loader():
     for module in DATA.values():
-        assert callable(importlib.import_module(f"maestro_lod.tasks.data.{module}").load)
+        assert callable(importlib.import_module(f"maestro_lod.app.data.{module}").load)
 
 
 # --- digits, and what all image datasets share ----------------------------------------------------
@@ -496,19 +495,17 @@ def test_data_is_looked_for_in_the_order_of_the_documentation(
 
     monkeypatch.setattr(sources, "snapshot_download", download)
     assert found() == 11 and asked == ["dataset ylecun/mnist"]
-    write_set(tmp_path / "beside", train=12)
-    assert found() == 12
     monkeypatch.setenv("LOD_DATA", str(tmp_path / "environment"))
-    assert found() == 12, "a place without this dataset is passed by"
+    assert found() == 11, "a place without this dataset is passed by"
     write_set(tmp_path / "environment", train=13)
     assert found() == 13
     given = load_data("mnist", batch=4, validation=0, directory=write_set(tmp_path, train=14))
     assert size_of_train(given) == 14
-    assert len(asked) == 1
+    assert len(asked) == 2
 
 
-def test_a_given_directory_is_the_only_place(tmp_path: Path):
-    write_set(tmp_path / "beside")
+def test_a_given_directory_is_the_only_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOD_DATA", str(write_set(tmp_path / "environment")))
     with pytest.raises(DataError) as raised:
         load_data("mnist", batch=4, directory=tmp_path / "typo")
     told = str(raised.value)
@@ -799,7 +796,7 @@ def test_another_process_may_be_faster(tmp_path: Path, damage_first: bool):
 def test_two_processes_may_decode_at_once(tmp_path: Path):
     write_set(tmp_path / "data", train=600)
     code = (
-        "import sys\nfrom pathlib import Path\nfrom maestro_lod.tasks.data import load_data\n"
+        "import sys\nfrom pathlib import Path\nfrom maestro_lod.app.data import load_data\n"
         "sys.stdout.write('ready\\n'); sys.stdout.flush(); sys.stdin.readline()\n"
         "data = load_data('mnist', batch=4, directory=Path(sys.argv[1]))\n"
         "sys.stdout.write(f'{data.note} {data.train.images.pixels.sum()}\\n')"

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from maestro_lod import display as display_module
-from maestro_lod.display import Display
-from maestro_lod.tasks.recipe import load_recipe
-from maestro_lod.tasks.run import Interrupted, Run
+from maestro_lod.app import display as display_module
+from maestro_lod.app.display import Display
+from maestro_lod.app.recipe import load_recipe
+from maestro_lod.app.run import Interrupted, Run
 
 SMALL = ["data.limit=40", "batch=8", "epochs=2", "threads=1"]
 LINE = re.compile(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DATA = Path(os.environ.get("LOD_DATA", ROOT.parent / "shared" / "data"))
+DATA = Path(os.environ.get("LOD_DATA", ""))
 
 REDUCED = {
     "lstm": ("--lines", "800", "--steps", "800"),

@@ -19,19 +19,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import maestro_lod as lod
-from maestro_lod.cost import Call
+from maestro_lod import load
+from maestro_lod.app.models import LeNet
+from maestro_lod.calls import Call
 from maestro_lod.deploy import export as module
+from maestro_lod.deploy import verification
 from maestro_lod.deploy.export import (
     INT8_TOLERANCE,
     TOLERANCE,
     Exported,
     export,
     opened,
-    rebuild,
 )
 from maestro_lod.errors import CheckpointError, LayerError, MaestroError, OptionError
 from maestro_lod.layers import Attention
-from maestro_lod.tasks.models import LeNet
 
 
 @pytest.fixture(autouse=True)
@@ -85,16 +86,6 @@ class Encoder(nn.Module):
         return {"hidden": hidden, "logits": self.head(hidden)}
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(12, 24, num_layers=2, bidirectional=True, batch_first=True)
-        self.head = nn.Linear(48, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.recurrent(x)[0][:, -1])
-
-
 class Tied(nn.Module):
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -138,7 +129,6 @@ CASES = {
     "Transformer": Case(
         Encoder, {"ids": ids(2), "padding": padding(2)}, lambda n: (ids(n), padding(n))
     ),
-    "LSTM": Case(Recurrent, (torch.empty(3, 4, 12),), lambda n: (torch.randn(n, 4, 12),)),
 }
 
 
@@ -235,7 +225,7 @@ def test_tensor_files_rebuild_the_model_bit_for_bit(made: Made) -> None:
     done = export(made.small, made.path("safetensors"), example=made.case.example)
     assert (done.difference, done.over_eager) == (0.0, 1.0)
     dense = made.case.dense()
-    rebuilt = rebuild(made.path("safetensors"), into=dense)
+    rebuilt = load(made.path("safetensors"), into=dense)
     assert rebuilt is dense
     assert str(rebuilt) == str(made.small)
     args = made.case.inputs(3)
@@ -260,7 +250,7 @@ def test_a_shared_weight_is_stored_once(tmp_path: Path) -> None:
     path = tmp_path / "tied.safetensors"
     done = export(small, path, example=torch.randint(60, (1, 4)))
     assert sum(t.numel() for t in load_file(path).values()) == done.params
-    rebuilt = rebuild(path, into=Tied())
+    rebuilt = load(path, into=Tied())
     assert rebuilt.head[1].weight is rebuilt.embedding[0].weight
     words = torch.randint(60, (2, 4))
     assert torch.equal(rebuilt(words), small(words))
@@ -277,7 +267,7 @@ def test_a_low_rank_model_is_extracted_first(
     assert model.training
     assert done.params == sum(p.numel() for p in lod.extract(model).parameters())
     x = torch.randn(2, 1, 28, 28)
-    rebuilt = rebuild(tmp_path / "model.safetensors", into=LeNet())
+    rebuilt = load(tmp_path / "model.safetensors", into=LeNet())
     torch.testing.assert_close(rebuilt(x), model(x), rtol=1e-4, atol=1e-5)
 
 
@@ -411,12 +401,12 @@ def test_both_batch_sizes_are_verified(
 def test_damaged_tensors_are_noticed(
     tmp_path: Path, line: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = module.plain_file.read_state
+    true = module.plain_state
 
     def damaged(path: Path) -> dict[str, Tensor]:
         return {key: value + (key == "0.1.bias") for key, value in true(path).items()}
 
-    monkeypatch.setattr(module.plain_file, "read_state", damaged)
+    monkeypatch.setattr(module, "plain_state", damaged)
     with pytest.raises(CheckpointError, match=r"model.safetensors was not written"):
         export(line, tmp_path / "model.safetensors", example=torch.empty(2, 8))
     assert not list(tmp_path.iterdir())
@@ -442,20 +432,20 @@ def test_a_model_that_cannot_be_traced_is_refused_in_one_line(suffix: str, tmp_p
 def test_values_that_are_not_finite_must_agree() -> None:
     inf, nan = float("inf"), float("nan")
     expected = torch.tensor([1.0, -inf, nan, 4.0])
-    assert module._difference(expected, expected) == 0.0
-    assert module._difference(expected, torch.tensor([1.0, -inf, nan, 3.0])) == 0.25
+    assert verification._difference(expected, expected) == 0.0
+    assert verification._difference(expected, torch.tensor([1.0, -inf, nan, 3.0])) == 0.25
     for other in ([1.0, inf, nan, 4.0], [1.0, -inf, 0.0, 4.0], [nan, -inf, nan, 4.0]):
-        assert module._difference(expected, torch.tensor(other)) == inf
-    assert module._difference(torch.zeros(3), torch.tensor([0.0, 0.5, 0.0])) == 0.5
-    assert module._difference(torch.empty(0), torch.empty(0)) == 0.0
+        assert verification._difference(expected, torch.tensor(other)) == inf
+    assert verification._difference(torch.zeros(3), torch.tensor([0.0, 0.5, 0.0])) == 0.5
+    assert verification._difference(torch.empty(0), torch.empty(0)) == 0.0
 
 
 def test_half_precision_is_held_to_what_it_can_do(tmp_path: Path) -> None:
     small = lod.extract(lod.decompose(nn.Linear(16, 16), ranks=2)).to(torch.bfloat16)
     example = torch.empty(1, 16, dtype=torch.bfloat16)
     assert export(small, tmp_path / "half.pt2", example=example).weight_bytes == 2 * 80
-    assert module._tolerance(small) == 8 * torch.finfo(torch.bfloat16).eps
-    assert module._tolerance(small.double()) == TOLERANCE
+    assert verification.tolerance_of(small) == 8 * torch.finfo(torch.bfloat16).eps
+    assert verification.tolerance_of(small.double()) == TOLERANCE
 
 
 # -- bad input ---------------------------------------------------------------------------------
@@ -496,7 +486,7 @@ def test_without_its_packages_onnx_names_the_extra(
 def test_tensors_alone_do_not_run(tmp_path: Path, line: nn.Module) -> None:
     path = tmp_path / "m.safetensors"
     export(line, path, example=torch.empty(1, 8))
-    with pytest.raises(OptionError, match=r"does not run. Use rebuild"):
+    with pytest.raises(OptionError, match=r"does not run. Use load"):
         opened(path)
 
 
@@ -553,7 +543,7 @@ def test_rebuilding_gives_the_same_model(kind: str, tmp_path: Path) -> None:
     small = lod.extract(lod.decompose(build(), **options))
     path = tmp_path / "m.safetensors"
     export(small, path, example=torch.empty(shape))
-    rebuilt = rebuild(path, into=build())
+    rebuilt = load(path, into=build())
     assert str(rebuilt) == str(small)
     x = torch.randn(shape)
     assert torch.equal(rebuilt(x), small(x))
@@ -568,7 +558,7 @@ def test_attention_is_opened_where_the_file_says_so(tmp_path: Path) -> None:
     seen: list[Any] = []
     dense = Encoder()
     dense.encoder.layers[0].linear1.register_forward_hook(lambda *args: seen.append(args))
-    rebuilt = rebuild(path, into=dense)
+    rebuilt = load(path, into=dense)
     first, second = rebuilt.encoder.layers
     assert (type(first.self_attn), type(second.self_attn)) == (Attention, nn.MultiheadAttention)
     args = (ids(3), padding(3))
@@ -596,7 +586,7 @@ def changed(change: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (LeNet, "of another model: conv1 is a Conv2d here and missing there"),
+        (LeNet, r"of another model: it has 0\.0, .*, which LeNet has not"),
         (lambda: lod.decompose(SmallResNet()), "SmallResNet is decomposed"),
         (lambda: SmallResNet().half(), r"as torch.float32, the model as torch.float16.*model\.to"),
         (lambda: SmallResNet().to("meta"), "meta device"),
@@ -624,13 +614,15 @@ def test_another_model_is_refused_and_left_alone(
     model = build()
     before = snapshot(model)
     with pytest.raises(CheckpointError, match=f"(?s){words}"):
-        rebuild(written, into=model)
+        load(written, into=model)
     before.assert_unchanged(model)
 
 
 def rewritten(path: Path, **changes: str) -> None:
     with safe_open(path, framework="pt") as file:
         metadata = {**file.metadata(), **changes}
+    for name in ("digest", "digests"):  # as in files from before there were any
+        del metadata[name]
     save_file(load_file(path), path, metadata=metadata)
 
 
@@ -640,11 +632,7 @@ def rewritten(path: Path, **changes: str) -> None:
         (lambda path: path.unlink(), "does not exist"),
         (lambda path: path.write_bytes(path.read_bytes()[:-9]), "damaged or no safetensors"),
         (lambda path: path.write_text("hello"), "damaged or no safetensors"),
-        (lambda path: save_file({"a": torch.ones(1)}, path), "was not written by export"),
-        (
-            lambda path: lod.save(lod.decompose(SmallResNet()), path),
-            r"was not written by export. Files of lod\.save are read by lod\.load",
-        ),
+        (lambda path: save_file({"a": torch.ones(1)}, path), "not written by .*save or export"),
         (lambda path: rewritten(path, version="9"), "version 9, this library reads up to 1"),
         (lambda path: rewritten(path, version="x"), "header of .* is damaged"),
         (lambda path: rewritten(path, config="{"), "header of .* is damaged"),
@@ -671,7 +659,7 @@ def test_damaged_and_foreign_files_are_refused(
     model = SmallResNet()
     before = snapshot(model)
     with pytest.raises(CheckpointError, match=words):
-        rebuild(written, into=model)
+        load(written, into=model)
     before.assert_unchanged(model)
 
 
@@ -696,6 +684,6 @@ def test_buffers_of_a_user_are_rebuilt(tmp_path: Path) -> None:
     model = lod.decompose(build(), ranks={"0": 2})
     model[0].calls.add_(4)
     lod.export(model, tmp_path / "model.safetensors", example=torch.ones(2, 8))
-    rebuilt = lod.rebuild(tmp_path / "model.safetensors", into=build())
+    rebuilt = lod.load(tmp_path / "model.safetensors", into=build())
     assert float(rebuilt[0].calls) == 5.0
     assert type(rebuilt[0]) is nn.Sequential

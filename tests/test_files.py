@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import maestro_lod as lod
-from maestro_lod.checkpoint import save_state
 from maestro_lod.errors import CheckpointError
 from maestro_lod.files import remove_leftovers, replacing
+from maestro_lod.state import save_state
 
 
 def names(directory: Path) -> list[str]:

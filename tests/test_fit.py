@@ -16,14 +16,16 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from maestro_lod import LoD, at_ranks, decompose, extract, ranks
-from maestro_lod.checkpoint import load_state, save_state
+from maestro_lod import Budget, LoD, at_ranks, decompose, extract, ranks
 from maestro_lod.cost import count_params
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.layers import LowRank
+from maestro_lod.state import load_state, save_state
 from maestro_lod.train import fit as fit_module
 from maestro_lod.train.evaluate import CrossEntropy, Score, evaluate, recalibrate
-from maestro_lod.train.fit import Progress, fit, milestones, vaswani
+from maestro_lod.train.fit import FitOptions, Watch, fit
+from maestro_lod.train.progress import Progress
+from maestro_lod.train.schedule import milestones, vaswani
 
 EPOCHS, PER_EPOCH = 3, 5
 
@@ -73,6 +75,15 @@ def adam(model: nn.Module, **options: Any) -> optim.Optimizer:
     return optim.AdamW(model.parameters(), lr=0.01, weight_decay=1e-3, **options)
 
 
+def arguments(on_step: Any = None, on_epoch: Any = None, **given: Any) -> dict[str, Any]:
+    """Put what `fit` takes together in objects where it belongs."""
+    names = {"clip_norm", "accumulate", "amp", "recalibration"} & given.keys()
+    options = FitOptions(**{name: given.pop(name) for name in names})
+    hooks = {"step": on_step, "epoch": on_epoch}
+    watch = Watch(**{name: hook for name, hook in hooks.items() if hook is not None})
+    return {**given, "options": options, "watch": watch}
+
+
 class Run:
     """Model, optimizer and LoD, freshly built, and their state as a file holds it."""
 
@@ -105,8 +116,8 @@ class Run:
 
     def fit(self, epochs: int = EPOCHS, **more: Any) -> Progress:
         self.progress = fit(
-            self.model, self.data, optimizer=self.optimizer, lod=self.lod, epochs=epochs,
-            **(self.options | more),
+            self.model, self.data, optimizer=self.optimizer, method=self.lod, epochs=epochs,
+            **arguments(**self.options | more),
         )  # fmt: skip
         return self.progress
 
@@ -124,6 +135,10 @@ class Run:
         if self.lod is not None:
             self.lod.load_state_dict(state["lod"])
         return Progress.from_state(state["progress"])
+
+
+def dicts(progress: Progress) -> list[dict[str, Any]]:
+    return [record.to_dict() for record in progress.history]
 
 
 def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
@@ -264,10 +279,10 @@ def test_each_parameter_group_has_its_own_share_of_the_schedule() -> None:
 
     schedule = milestones([1], PER_EPOCH, 0.25)
     progress = fit(
-        model, shuffled(), optimizer=optimizer, epochs=2, schedule=schedule, on_step=note
+        model, shuffled(), optimizer=optimizer, epochs=2, schedule=schedule, watch=Watch(step=note)
     )
     assert rates == [(0.5, 0.02)] * 5 + [(0.125, 0.005)] * 5
-    assert [record["lr"] for record in progress.history] == [0.5, 0.125]
+    assert [record.lr for record in progress.history] == [0.5, 0.125]
 
 
 def test_gradients_that_were_there_before_do_not_count() -> None:
@@ -287,7 +302,7 @@ def test_parameters_outside_the_optimizer_have_no_part_in_clipping() -> None:
         model[0].weight.requires_grad_(not frozen)
         trained = [p for p in model.parameters() if p is not model[0].weight]
         optimizer = optim.SGD(trained, lr=0.1)
-        fit(model, shuffled(), optimizer=optimizer, epochs=1, clip_norm=0.01)
+        fit(model, shuffled(), optimizer=optimizer, epochs=1, options=FitOptions(clip_norm=0.01))
         final.append(model.state_dict())
     assert_same(*final)
 
@@ -310,7 +325,7 @@ def test_amp_computes_in_bfloat16_and_keeps_the_weights(method: str, amp: bool) 
     dtype = torch.bfloat16 if amp else torch.float32
     assert seen == {(True, False, dtype), (False, True, dtype), (False, False, dtype)}
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
-    assert progress.history[1]["train_loss"] < 1.5
+    assert progress.history[1].train["loss"] < 1.5
 
 
 # -- resume ------------------------------------------------------------------------------------
@@ -339,7 +354,7 @@ CASES: dict[str, dict[str, Any]] = {
     "LoD, iid, full pass": {"lod": {"full_pass": True, "sampling": "iid"}},
     "LoD, amp": {"amp": True},
     "a budget": {
-        "lod": {"penalty": 0.0, "threshold": 1e-7, "budget": {"params": 0.5, "steps": 6}},
+        "lod": {"penalty": Budget(params=0.5, steps=6), "threshold": 1e-7},
     },
 }  # fmt: skip
 
@@ -406,7 +421,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert_same(whole.optimizer.state_dict(), resumed.optimizer.state_dict(), "optimizer")
     if whole.lod is not None and resumed.lod is not None:
         assert_same(whole.lod.state_dict(), resumed.lod.state_dict(), "lod")
-    assert_same(whole.progress.history, resumed.progress.history, "history")
+    assert_same(dicts(whole.progress), dicts(resumed.progress), "history")
     assert (resumed.progress.epoch, resumed.progress.step) == (EPOCHS, whole.progress.step)
 
 
@@ -415,9 +430,9 @@ def test_ranks_are_removed_in_the_runs_that_are_resumed(
     case: str, uninterrupted: Callable[[str], Run]
 ) -> None:
     history = uninterrupted(case).progress.history
-    totals = [sum(ranks(decompose(net())).values()), *(record["total_rank"] for record in history)]
+    totals = [sum(ranks(decompose(net())).values()), *(record.total_rank for record in history)]
     assert totals[0] > totals[1] > totals[2] > totals[3]
-    assert (0 in history[1]["ranks"].values()) == ("vanishes" in case)
+    assert (0 in history[1].ranks.values()) == ("vanishes" in case)
 
 
 @pytest.mark.parametrize("step", [PER_EPOCH - 1, PER_EPOCH, PER_EPOCH + 1, EPOCHS * PER_EPOCH])
@@ -456,7 +471,7 @@ def test_a_finished_run_is_left_as_it_is_and_can_go_on() -> None:
     assert_same(before, parts.state(progress))
     parts.fit(3, progress=progress)
     assert_same(whole.model.state_dict(), parts.model.state_dict())
-    assert_same(whole.progress.history, progress.history)
+    assert_same(dicts(whole.progress), dicts(progress))
 
 
 def test_a_state_is_a_snapshot_that_a_file_returns(tmp_path: Path) -> None:
@@ -563,7 +578,7 @@ def test_options_that_make_no_sense_are_refused(
 def test_a_low_rank_model_without_lod_is_refused(snapshot: Callable[[nn.Module], Any]) -> None:
     run = Run()
     before = snapshot(run.model)
-    with pytest.raises(OptionError, match=r"Sequential is low-rank.*lod=LoD"):
+    with pytest.raises(OptionError, match=r"Sequential is low-rank.*method=LoD"):
         fit(run.model, run.data, optimizer=run.optimizer, epochs=1)
     before.assert_unchanged(run.model)
 
@@ -577,7 +592,7 @@ def test_lod_of_another_model_or_optimizer_is_refused() -> None:
         (net(), run.optimizer, run.lod),
     ):
         with pytest.raises(OptionError, match="another model or optimizer"):
-            fit(model, run.data, optimizer=optimizer, lod=lod, epochs=1)
+            fit(model, run.data, optimizer=optimizer, method=lod, epochs=1)
 
 
 @pytest.mark.parametrize("method", ["lod", "dense"])
@@ -622,13 +637,13 @@ def test_a_step_that_failed_halfway_leaves_no_trace_in_the_next() -> None:
     good = held_out()
     bad = [good[0], (good[1][0] * float("nan"), good[1][1]), good[2]]
     model, clean = build(), build()
-    optimizer, progress = sgd(model), Progress()
+    optimizer, progress, two = sgd(model), Progress(), FitOptions(accumulate=2)
     with pytest.raises(TrainingError, match="nan"):
-        fit(model, bad, optimizer=optimizer, epochs=1, accumulate=2, progress=progress)
+        fit(model, bad, optimizer=optimizer, epochs=1, options=two, progress=progress)
     assert (progress.batch, progress.step) == (0, 0), "the batch before was not trained on"
     assert_same(model.state_dict(), clean.state_dict())
-    fit(model, good, optimizer=optimizer, epochs=1, accumulate=2, progress=progress)
-    fit(clean, good, optimizer=sgd(clean), epochs=1, accumulate=2)
+    fit(model, good, optimizer=optimizer, epochs=1, options=two, progress=progress)
+    fit(clean, good, optimizer=sgd(clean), epochs=1, options=two)
     assert_same(model.state_dict(), clean.state_dict())
 
 
@@ -663,7 +678,7 @@ def test_a_hook_that_raises_after_an_epoch_leaves_a_whole_epoch_behind() -> None
     with pytest.raises(Stop):
         run.fit(progress=progress, on_epoch=stop, validation=held_out())
     assert seen == [(1, 0, 5, Score())]
-    assert progress.history[0]["epoch"] == 1 and "validation_loss" in progress.history[0]
+    assert progress.history[0].epoch == 1 and "loss" in progress.history[0].validation
     assert run.model.training and run.model[1].momentum == 0.1
 
 
@@ -673,7 +688,7 @@ def test_hooks_see_every_step_and_epoch_in_turn() -> None:
         2,
         accumulate=2,
         on_step=lambda p: seen.append((p.epoch, p.batch, p.step)),
-        on_epoch=lambda p: seen.append((p.epoch, p.history[-1]["step"])),
+        on_epoch=lambda p: seen.append((p.epoch, p.history[-1].step)),
     )
     assert seen == [
         (0, 2, 1),
@@ -717,8 +732,8 @@ def test_validation_never_sees_training_mode(method: str) -> None:
         train = LoD(model, optimizer, example=torch.empty(1, 4))
     model.seen.clear()
     fit(
-        model, train_data, optimizer=optimizer, lod=train, epochs=2, validation=validation,
-        recalibration=2,
+        model, train_data, optimizer=optimizer, method=train, epochs=2, validation=validation,
+        options=FitOptions(recalibration=2),
     )  # fmt: skip
     epoch = [(float(i), True, True, True, True) for i in range(3)]
     epoch += [(float(i), False, False, True, False) for i in range(2)]
@@ -736,32 +751,32 @@ def test_the_record_of_a_low_rank_epoch() -> None:
     progress = run.fit(2, validation=held_out(), on_epoch=lambda _: cut.append(ranks(run.model)))
     assert run.lod is not None
     last = progress.history[1]
-    assert set(last) == {
+    assert set(last.to_dict()) == {
         "epoch", "step", "seconds", "lr", "train_loss", "train_accuracy", "validation_loss",
         "validation_accuracy", "ranks", "total_rank", "penalty", "params", "macs",
         "relative_params", "relative_macs",
     }  # fmt: skip
-    assert (last["epoch"], last["step"], last["penalty"]) == (2, 10, 0.05)
-    assert last["lr"] == 0.05 * 0.9**9
-    assert [record["ranks"] for record in progress.history] == cut
-    assert last["total_rank"] == sum(cut[1].values()) < sum(run.lod.history[0].values())
-    assert last["params"] == count_params(extract(run.model))
-    assert last["relative_params"] == last["params"] / count_params(net())
-    assert last["relative_macs"] == last["macs"] / run.lod.ledger.dense_macs
+    assert (last.epoch, last.step, last.penalty) == (2, 10, 0.05)
+    assert last.lr == 0.05 * 0.9**9
+    assert [record.ranks for record in progress.history] == cut
+    assert last.total_rank == sum(cut[1].values()) < sum(run.lod.history[0].values())
+    assert last.params == count_params(extract(run.model))
+    assert last.relative_params == last.params / count_params(net())
+    assert last.relative_macs == last.macs / run.lod.ledger.dense_macs
     reached = evaluate(run.model, held_out())
-    assert reached["loss"] == last["validation_loss"]
-    assert reached["accuracy"] == last["validation_accuracy"]
+    assert reached["loss"] == last.validation["loss"]
+    assert reached["accuracy"] == last.validation["accuracy"]
 
 
 def test_the_record_of_a_dense_epoch() -> None:
     run = Run("dense")
     (record,) = run.fit(1).history
-    assert set(record) == {
+    assert set(record.to_dict()) == {
         "epoch", "step", "seconds", "lr", "train_loss", "train_accuracy", "ranks", "params",
         "relative_params",
     }  # fmt: skip
-    assert record["params"] == count_params(net()) and record["relative_params"] == 1.0
-    assert record["ranks"] == {} and record["lr"] == 0.05
+    assert record.params == count_params(net()) and record.relative_params == 1.0
+    assert record.ranks == {} and record.lr == 0.05
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(), CrossEntropy(reduction="sum")], ids=str)
@@ -782,8 +797,8 @@ def test_the_training_score_is_the_mean_over_samples_at_the_drawn_ranks(
                 output = sampled.model(x)
             total += F.cross_entropy(output, y).item() * len(y)
             hits += (output.argmax(1) == y).sum().item()
-    assert record["train_loss"] == pytest.approx(total / 37, rel=1e-5)
-    assert record["train_accuracy"] == hits / 37
+    assert record.train["loss"] == pytest.approx(total / 37, rel=1e-5)
+    assert record.train["accuracy"] == hits / 37
 
 
 def test_smoothing_is_for_training_and_an_own_loss_for_both() -> None:
@@ -793,12 +808,11 @@ def test_smoothing_is_for_training_and_an_own_loss_for_both() -> None:
         plain = evaluate(run.model, held_out())["loss"]
         other = evaluate(run.model, held_out(), smoothed)["loss"]
         assert plain != other
-        return {plain: "plain", other: "smoothed"}[record["validation_loss"]]
+        return {plain: "plain", other: "smoothed"}[record.validation["loss"]]
 
     assert evaluated() == "plain"
     assert evaluated(loss=CrossEntropy(label_smoothing=0.1)) == "plain"
     assert evaluated(loss=smoothed) == "smoothed"
-    assert evaluated(evaluation_loss=smoothed) == "smoothed"
 
 
 def test_seconds_are_those_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -821,13 +835,13 @@ def test_seconds_are_those_of_training_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(fit_module.time, "perf_counter", lambda: clock)
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
-    options = {"optimizer": sgd(model), "on_step": hook, "on_epoch": hook}
+    options = {"optimizer": sgd(model), "watch": Watch(hook, hook)}
     validation = Slow(held_out(), 100.0)
     progress = fit(model, Slow(held_out(), 1.0), epochs=2, validation=validation, **options)
-    assert [record["seconds"] for record in progress.history] == [3.0, 3.0]
+    assert [record.seconds for record in progress.history] == [3.0, 3.0]
     resumed = Progress(epoch=2, batch=1, seconds=50.0)
     fit(model, Slow(held_out(), 1.0), epochs=3, progress=resumed, **options)
-    assert resumed.history[0]["seconds"] == 52.0
+    assert resumed.history[0].seconds == 52.0
 
 
 # -- models of all sorts -----------------------------------------------------------------------
@@ -856,22 +870,22 @@ def test_inputs_are_arguments_and_losses_are_the_users(kind: str) -> None:
     optimizer = optim.SGD(model.parameters(), lr=0.01)
     train = LoD(model, optimizer)
     progress = fit(
-        model, batches, optimizer=optimizer, lod=train, epochs=30, loss=nn.MSELoss(),
+        model, batches, optimizer=optimizer, method=train, epochs=30, loss=nn.MSELoss(),
         validation=batches,
     )  # fmt: skip
     first, last = progress.history[0], progress.history[-1]
-    assert last["validation_loss"] < 0.2 * first["validation_loss"]
-    assert "train_accuracy" not in last and "validation_accuracy" not in last
-    assert last["macs"] is not None  # the ledger looked at the first batch
+    assert last.validation["loss"] < 0.2 * first.validation["loss"]
+    assert "accuracy" not in {*last.train, *last.validation}
+    assert last.macs is not None  # the ledger looked at the first batch
 
 
 def test_a_compiled_model_is_trained() -> None:
     model = decompose(nn.Sequential(nn.Flatten(), nn.Linear(72, 3)))
     compiled, optimizer = torch.compile(model, backend="eager"), sgd(model)
     train = LoD(compiled, optimizer, example=samples(1)[0])
-    progress = fit(compiled, held_out()[:2], optimizer=optimizer, lod=train, epochs=1)
-    assert progress.history[0]["ranks"] == {"1": 3}
-    assert progress.history[0]["macs"] == 72 * 3
+    progress = fit(compiled, held_out()[:2], optimizer=optimizer, method=train, epochs=1)
+    assert progress.history[0].ranks == {"1": 3}
+    assert progress.history[0].macs == 72 * 3
     with pytest.raises(OptionError, match="low-rank"):
         fit(compiled, held_out(), optimizer=optimizer, epochs=1)
 

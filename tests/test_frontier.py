@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.cost import dense_macs
+from maestro_lod.counting import dense_macs
 from maestro_lod.deploy.frontier import Frontier, Point, frontier
 from maestro_lod.deploy.search import METHODS
 from maestro_lod.errors import CheckpointError, LayerError, OptionError, RankError

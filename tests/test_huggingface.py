@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import maestro_lod as lod
 from maestro_lod.errors import CheckpointError, LayerError, MaestroError
-from maestro_lod.layers import LowRank, LowRankTransposedLinear, SharedHead
+from maestro_lod.layers import Experts, LowRank, LowRankTransposedLinear, SharedHead
 
 hf = pytest.importorskip("transformers")
 from maestro_lod.integrations import huggingface  # noqa: E402
@@ -137,13 +137,10 @@ ZOO = {
         },
         left_alone={TIED: 2}, generates=True,
     ),
-    "mixtral": Zoo(  # all experts of a block are one three-dimensional parameter
+    "mixtral": Zoo(
         "MixtralForCausalLM", "MixtralConfig", LLAMA | {"num_local_experts": 4},
-        left_alone={
-            "MixtralTopKRouter is not a supported kind": 2,
-            "MixtralExperts is not a supported kind": 2,
-        },
-        names=("model.layers.0.mlp.experts", "model.layers.1.mlp.gate"), generates=True,
+        left_alone={"MixtralTopKRouter is not a supported kind": 2},
+        names=("model.layers.1.mlp.gate",), generates=True,
     ),
     "mamba": Zoo(  # its kernels take the weights of its children
         "MambaForCausalLM", "MambaConfig",
@@ -390,20 +387,15 @@ def test_training_shrinking_saving_and_extracting(zoo: Zoo, tmp_path: Path) -> N
     assert distance(outputs, run(loaded, inputs)) == 0.0
 
     plain = lod.extract(model)
-    assert not any(type(m).__module__.startswith("maestro_lod") for m in plain.modules())
+    files = {type(m).__module__ for m in plain.modules()}
+    assert {name for name in files if name.startswith("maestro_lod")} <= {Experts.__module__}
     assert distance(outputs, run(plain, inputs)) < 1e-4
     if zoo.generates:
         assert generated(plain, inputs) == generated(model, inputs)
 
 
-def test_costs_are_counted_without_looking_at_values(zoo: Zoo) -> None:
+def test_costs_are_counted(zoo: Zoo) -> None:
     model, inputs = zoo(), zoo.inputs()
-    if zoo.kind in ("DebertaV2ForSequenceClassification", "Wav2Vec2ForCTC"):
-        del inputs["labels"]  # the shapes in the loss depend on them
-    if zoo.kind == "MixtralForCausalLM":  # torch's product of groups has no float32 on meta
-        with pytest.raises(LayerError, match="MACs cannot be counted"):
-            lod.summary(model, inputs)
-        return
     dense = lod.summary(model, inputs)
     low_rank = lod.summary(lod.decompose(model), inputs)
     assert low_rank.dense_macs == dense.dense_macs == dense.macs > 0

@@ -13,25 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import maestro_lod as lod
+from maestro_lod.app.models import LeNet
 from maestro_lod.deploy import latency as module
-from maestro_lod.deploy.latency import (
-    MOST_NOISE,
-    Latency,
-    LayerLatency,
-    Point,
-    latency,
-    round_ranks,
-)
+from maestro_lod.deploy.latency import latency, round_ranks
+from maestro_lod.deploy.measured import MOST_NOISE, Latency, LayerLatency, RankTiming
 from maestro_lod.errors import CheckpointError, LayerError, OptionError
-from maestro_lod.layers import LowRank, LowRankEmbedding
-from maestro_lod.tasks.models import LeNet
+from maestro_lod.layers import LowRank, LowRankEmbedding, Recurrent
 
 # -- what follows from measurements, on made-up ones -------------------------------------------
 
 
 def layer_with(*points: tuple[int, float, float], **more: Any) -> LayerLatency:
     given = {"rank": 32, "full_rank": 32, "break_even": 16, "dense": 1e-3} | more
-    return LayerLatency(**given, points=tuple(Point(*point) for point in points))
+    return LayerLatency(**given, points=tuple(RankTiming(*point) for point in points))
 
 
 def latency_of(layers: Mapping[str, LayerLatency], dense: float = 5e-3) -> Latency:
@@ -272,7 +266,8 @@ def test_layers_run_on_the_shapes_they_get_in_the_model(monkeypatch: pytest.Monk
             seen.setdefault(self.name, set()).add(tuple(x.shape))
             return x
 
-    monkeypatch.setattr(module, "plain_form", lambda layer, rank, form: Recorder(names[layer]))
+    monkeypatch.setattr(module, "all_dense", lambda _: nn.Identity())
+    monkeypatch.setattr(LowRank, "plain", lambda layer, form, rank: Recorder(names[layer]))
     model = lod.decompose(LeNet())
     names |= {layer: name for name, layer in model.named_modules() if isinstance(layer, LowRank)}
     latency(model, torch.empty(7, 1, 28, 28), rounds=1)
@@ -316,19 +311,17 @@ def test_every_kind_is_measured_and_nothing_is_touched(
     assert measured.layers.keys() == lod.ranks(model).keys()
     assert measured.dense > 0
     for name, layer in measured.layers.items():
-        if name.startswith("recurrent"):
-            assert (layer.dense, layer.points, layer.choose(1)) == (0.0, (), "dense")
-        elif name == "idle":
+        if name.startswith("recurrent") or name == "idle":
             assert (layer.dense, layer.points, layer.choose(1)) == (0.0, (), "factored")
         else:
             assert layer.dense > 0
             assert all(p.ratio > 0 and p.noise == 0 for p in layer.points)
     plain = lod.extract(model, 0.25, by=measured)
-    assert type(plain.recurrent) is nn.LSTM
+    assert type(plain.recurrent) is Recurrent
 
 
 def test_rank_zero_is_measured_as_the_rank_of_zeros_that_it_becomes() -> None:
-    model = lod.decompose(nn.Linear(16, 16), ranks=0)
+    model = lod.decompose(nn.Linear(16, 16), ranks={"": 0})
     layer = latency(model, torch.empty(2, 16), rounds=1).layers[""]
     assert [p.rank for p in layer.points] == [1]
 

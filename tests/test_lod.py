@@ -17,8 +17,10 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod import (
+    Budget,
     LoD,
     MaestroError,
+    Pressure,
     RankSampler,
     at_ranks,
     decompose,
@@ -30,11 +32,12 @@ from maestro_lod import (
 )
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.layers import LowRank
-from maestro_lod.train.budget import Costs, fitting_ranks
+from maestro_lod.train.budget import fitting_ranks
 from maestro_lod.train.evaluate import IGNORED, CrossEntropy
 from maestro_lod.train.fit import fit
-from maestro_lod.train.lod import reachable_importance
+from maestro_lod.train.floor import reachable_importance
 from maestro_lod.train.sampling import STRATEGIES
+from maestro_lod.train.shrink import cut
 
 RANKS = {"0": 4, "3": 6, "5": 3}
 BATCHES = [16, 16, 16, 5]  # the last one of an epoch is smaller, as usual
@@ -264,7 +267,7 @@ def test_an_optimizer_that_does_not_hold_the_factors_is_refused():
 
 @pytest.mark.parametrize("remove", [True, False])
 def test_factors_replaced_behind_the_optimizers_back_are_refused_at_the_epochs_end(remove):
-    train = LoD(model := low_rank_model(), sgd(model), shrink=remove)
+    train = LoD(model := low_rank_model(), sgd(model), threshold=1e-7 if remove else None)
     one_step(model, train)
     model[3].u = nn.Parameter(model[3].u.detach().clone())
     with pytest.raises(TrainingError, match=r"3\.u"):
@@ -304,7 +307,7 @@ def test_a_step_after_a_loss_that_was_not_finite_is_refused(value, strategy):
 
 @pytest.mark.parametrize("remove", [True, False])
 def test_an_epoch_that_ends_with_a_loss_that_was_not_finite_is_refused(remove):
-    train = LoD(model := low_rank_model(), sgd(model), shrink=remove)
+    train = LoD(model := low_rank_model(), sgd(model), threshold=1e-7 if remove else None)
     with train.step():
         (model(batch(0, 1)[0]).sum() * float("nan")).backward()
     train.optimizer.step()
@@ -373,14 +376,26 @@ BAD_OPTIONS = [
     {"seed": None},
     {"seed": 1.5},
     {"distill": True},
-    {"budget": 0.2},
-    {"budget": {"steps": 1.5, "params": 0.5}},
-    {"steps": -5, "pressure": 64},
-    {"steps": float("nan"), "pressure": 64},
-    {"steps": float("inf"), "pressure": 64},
-    {"steps": "many", "pressure": 64},
-    {"steps": 0, "pressure": 64},
+    {"proximal": "false"},
+    {"full_pass": 1},
+    {"distill": "no"},
+    {"min_rank": 10**6},
+    {"penalty": {"params": 0.2}},
 ]
+BAD_CHOICES = [
+    lambda: Budget(params=0.5, steps=1.5),
+    lambda: Pressure(64, steps=-5),
+    lambda: Pressure(64, steps=float("nan")),
+    lambda: Pressure(64, steps=float("inf")),
+    lambda: Pressure(64, steps="many"),
+    lambda: Pressure(64, steps=0),
+]
+
+
+@pytest.mark.parametrize("choice", BAD_CHOICES)
+def test_lengths_of_training_that_make_no_sense_are_refused(choice):
+    with pytest.raises(OptionError, match="steps"):
+        choice()
 
 
 @pytest.mark.parametrize("options", BAD_OPTIONS, ids=str)
@@ -456,6 +471,7 @@ def test_gradient_accumulation_sums_the_gradients_of_the_drawn_submodels():
             (F.cross_entropy(model(x), y) / 3 + 0.1 * group_lasso(model) / 3).backward()
         expected = {n: expected.get(n, 0) + g for n, g in gradients(model).items()}
     assert_close(ours, expected)
+    train.optimizer.step()
     train.end_epoch()
 
 
@@ -502,7 +518,7 @@ def test_an_averaged_model_shrinks_along():
 
 
 def test_shrink_false_never_removes_ranks():
-    train = LoD(model := low_rank_model(), sgd(model), shrink=False)
+    train = LoD(model := low_rank_model(), sgd(model), threshold=None)
     one_step(model, train)
     zero_tails(model, _3=2)
     assert train.end_epoch() == {}
@@ -526,6 +542,7 @@ def test_backward_without_a_full_pass_is_a_sampled_step():
     torch.testing.assert_close(loss, expected.detach())
     assert not loss.requires_grad
     assert_close(ours, gradients(model))
+    train.optimizer.step()
     train.end_epoch()
 
 
@@ -547,6 +564,7 @@ def test_a_full_pass_adds_its_loss_and_gradient_to_those_of_the_sampled_pass(dis
     (full + sampled).backward()
     torch.testing.assert_close(loss, (full + sampled).detach())
     assert_close(ours, gradients(model))
+    train.optimizer.step()
     assert train.end_epoch() == {}
 
 
@@ -673,7 +691,7 @@ REACHABLE = {
     ),
     "no penalty": (lambda p: optim.Adam(p, lr=3e-3), {}),
     "proximal": (lambda p: optim.Adam(p, lr=3e-3), {"penalty": 1e-4, "proximal": True}),
-    "no shrinking": (lambda p: optim.Adam(p, lr=3e-3), {"penalty": 1e-4, "shrink": False}),
+    "no shrinking": (lambda p: optim.Adam(p, lr=3e-3), {"penalty": 1e-4, "threshold": None}),
 }
 
 
@@ -772,6 +790,7 @@ def ledger_epoch(train: LoD, model: nn.Module, size: int = 1) -> None:
     else:
         with train.step():
             model(x).sum().backward()
+    train.optimizer.step()
 
 
 def test_the_ledger_follows_the_papers_formula():
@@ -915,7 +934,8 @@ def test_what_is_no_state_is_refused_and_changes_nothing():
         train.load_state_dict({"epoch": 3, "ranks": ranks(model)})
     with pytest.raises(TrainingError, match="no state of a LoD"):
         train.load_state_dict(None)
-    for part in before:
+    since = {"optimized", "unseen", "left_out", "unmoved", "penalty_use"}  # older states have none
+    for part in before.keys() - since:
         with pytest.raises(TrainingError, match=f"it has no {part}"):
             train.load_state_dict({key: value for key, value in before.items() if key != part})
     assert train.epoch == before["epoch"]
@@ -938,15 +958,15 @@ def test_pressure_on_layers_that_are_not_trained_is_refused(frozen: str) -> None
         for key in frozen:
             getattr(layer, key).requires_grad_(False)
     with pytest.raises(OptionError, match=r"pressure=64.*trained.*frozen"):
-        LoD(model, sgd(model), pressure=64, steps=10)
+        LoD(model, sgd(model), penalty=Pressure(64, steps=10))
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
     model = low_rank_model()
-    budget = {"params": np.float32(0.75), "steps": np.int64(3)}
-    train = LoD(model, sgd(model), budget=budget, min_rank=np.int64(2), seed=np.int64(1))
-    assert train.budget is not None
-    assert (train.budget.steps, train.min_rank) == (3, 2)
+    budget = Budget(params=np.float32(0.75), steps=np.int64(3))
+    train = LoD(model, sgd(model), penalty=budget, min_rank=np.int64(2), seed=np.int64(1))
+    assert train.steering is not None
+    assert (train.steering.steps, train.min_rank) == (3, 2)
 
 
 def test_what_is_no_averaged_copy_is_refused_at_once() -> None:
@@ -987,7 +1007,7 @@ def test_distilling_in_fit_goes_over_the_classes_of_its_loss() -> None:
         optimizer = sgd(model)
         train = LoD(model, optimizer, full_pass=True, distill=True, seed=2)
         if soft:
-            fit(model, [(x, y)], optimizer=optimizer, lod=train, epochs=1)
+            fit(model, [(x, y)], optimizer=optimizer, method=train, epochs=1)
         else:
             loss = CrossEntropy()
             train.backward(
@@ -1043,7 +1063,7 @@ def test_a_full_pass_takes_outputs_of_any_structure() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
-    "options", [{"penalty": 0.1, "proximal": True}, {"budget": {"params": 0.5}}]
+    "options", [{"penalty": 0.1, "proximal": True}, {"penalty": Budget(params=0.5)}]
 )
 def test_a_step_that_a_scaler_skips_moves_nothing(fused: bool, options: dict) -> None:
     model = low_rank_model()
@@ -1056,7 +1076,7 @@ def test_a_step_that_a_scaler_skips_moves_nothing(fused: bool, options: dict) ->
     scaler.step(optimizer)
     scaler.update()
     assert_same(before, model.state_dict())
-    assert train.budget is None or train.budget.step == 0
+    assert train.steering is None or train.steering.step == 0
 
 
 def test_models_of_packed_sequences_train_and_are_counted() -> None:
@@ -1073,6 +1093,7 @@ def test_models_of_packed_sequences_train_and_are_counted() -> None:
     train = LoD(model, sgd(model))
     with train.step():
         model(x).sum().backward()
+    train.optimizer.step()
     train.end_epoch()
     assert train.ledger.dense_macs == 8 * (4 * 16 * (8 + 16) + 16 * 5)
     for example in (x, (x,), {"x": x}):
@@ -1086,8 +1107,112 @@ def test_another_default_device_changes_nothing() -> None:
         drawn = [sampler.sample() for _ in range(30)]
         ranks_kept = fitting_ranks(
             {"a": torch.tensor([3.0, 1.0], device="cpu")}, {"a": range(1, 3)},
-            Costs({"a": 10}, {"a": 100}, {"a": 5}, 0), 15,
+            lambda name, rank: 10 * rank, limit=15,
         )  # fmt: skip
     assert drawn == [expected.sample() for _ in range(30)]
     assert ranks_kept == {"a": 1}
     assert sampler.state_dict()["pending"].device == model[0].u.device
+
+
+# -- trainers that call back -------------------------------------------------------------------
+
+
+def test_a_step_that_begins_and_ends_is_the_with_block():
+    one, other = low_rank_model(), low_rank_model()
+    blocks, calls = LoD(one, sgd(one), seed=4), LoD(other, sgd(other), seed=4)
+    for i in range(3):
+        x, _ = batch(0, i)
+        with blocks.step() as drawn:
+            expected = one(x)
+        assert calls.begin_step() == drawn
+        assert torch.equal(other(x), expected)
+        calls.end_step()
+    for train in (blocks, calls):
+        train.optimizer.step()
+    assert calls.end_epoch() == blocks.end_epoch()
+    assert_same(blocks.state_dict(), calls.state_dict())
+    assert ranks(other) == RANKS, "all ranks are active again"
+
+
+def test_steps_that_do_not_begin_and_end_in_turn_are_refused():
+    model = low_rank_model()
+    train = LoD(model, sgd(model))
+    with pytest.raises(TrainingError, match="no step has begun"):
+        train.end_step()
+    train.begin_step()
+    for begin in (train.begin_step, lambda: one_step(model, train)):
+        with pytest.raises(TrainingError, match="has begun already"):
+            begin()
+    train.end_step()
+    with pytest.raises(TrainingError, match="no step has begun"):
+        train.end_step()
+    one_step(model, train)
+    full = LoD(model, sgd(model), full_pass=True)
+    with pytest.raises(OptionError, match="two passes"):
+        full.begin_step()
+
+
+def test_a_with_block_inside_a_begun_step_leaves_that_step_as_it_was():
+    model = low_rank_model()
+    train = LoD(model, sgd(model))
+    drawn = train.begin_step()
+    with pytest.raises(TrainingError, match="has begun already"), train.step():
+        pass
+    active = {name: layers(model)[name]._active for name in drawn}
+    assert active == drawn
+    train.end_step()
+
+
+def pieces(model: nn.Module, kind: str) -> None:
+    """Freeze a factor, or take all ranks of a layer away."""
+    if kind == "frozen":
+        layers(model)["3"].u.requires_grad_(False)
+        layers(model)["3"].v.requires_grad_(False)
+    if kind == "one factor frozen":
+        layers(model)["0"].v.requires_grad_(False)
+    if kind == "rank 0":
+        cut(model, {"3": 0})
+
+
+@pytest.mark.parametrize("kind", ["all", "frozen", "one factor frozen", "rank 0"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_penalty_gradients_are_those_of_the_loss_term(make, clip, kind):
+    models = [low_rank_model(), low_rank_model()]
+    for model in models:
+        pieces(model, kind)
+    optimizers = [make(model) for model in models]
+    trains = [
+        LoD(model, optimizer, penalty=0.02, threshold=None)
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    for step in range(3):
+        for model, train in zip(models, trains, strict=True):
+            by_loss = model is models[0]
+            for i in range(2):  # batches that are accumulated
+                x, y = batch(step, i)
+                with train.step():
+                    loss = F.cross_entropy(model(x), y)
+                    ((loss + train.penalty_loss() if by_loss else loss) / 2).backward()
+            if not by_loss:
+                train.add_penalty_gradients()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for (name, one), other in zip(
+            models[0].named_parameters(), models[1].parameters(), strict=True
+        ):
+            assert (one.grad is None) == (other.grad is None), name
+            if one.grad is not None:
+                torch.testing.assert_close(other.grad, one.grad, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"penalty": 0.02, "proximal": True}, {"penalty": 0.0}])
+def test_no_penalty_gradients_where_there_is_no_loss_term(options):
+    model = low_rank_model()
+    LoD(model, sgd(model), **options).add_penalty_gradients()
+    assert all(p.grad is None for p in model.parameters())

@@ -8,7 +8,7 @@ import pytest
 
 PAGES_PER_TENSOR = """
 import resource, torch
-from maestro_lod.memory import keep_freed_memory
+from maestro_lod.app.memory import keep_freed_memory
 assert keep_freed_memory()
 def come_and_go():
     for _ in range(20):

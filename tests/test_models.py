@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.errors import OptionError
-from maestro_lod.layers import lowrank
-from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.tasks.models import MODELS, VGG19, Transformer, resnet18, transformer_small
-from maestro_lod.tasks.models.transformer import (
-    Attention,
+from maestro_lod.app.models import MODELS, VGG19, Transformer, resnet18, transformer_small
+from maestro_lod.app.models.transformer import (
     DecoderLayer,
     EncoderLayer,
     FeedForward,
+    HeadedAttention,
     sinusoids,
 )
+from maestro_lod.errors import OptionError
+from maestro_lod.layers import lowrank
+from maestro_lod.layers.ranks import low_rank_layers
 
 # parameters and MACs of one image, or of one source and one target token
 COUNTS = {
@@ -199,7 +199,7 @@ def test_logits_begin_at_a_usual_scale(tie_output: bool) -> None:
 # -- the Transformer against torch's own layers ------------------------------------------------
 
 
-def put_attention(ours: Attention, theirs: nn.MultiheadAttention) -> None:
+def put_attention(ours: HeadedAttention, theirs: nn.MultiheadAttention) -> None:
     parts = [ours.query.weight, ours.key.weight, ours.value.weight]
     theirs.in_proj_weight.copy_(torch.cat(parts))
     theirs.out_proj.weight.copy_(ours.output.weight)

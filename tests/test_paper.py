@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import maestro_lod as lod
-from maestro_lod.tasks.models import LeNet
+from maestro_lod.app.models import LeNet
 from paper import times
 from paper.__main__ import END, ITEMS, START, item, main, readme, summary
 from paper.budgets import at_size
@@ -18,7 +18,7 @@ from paper.scale import Scale, spread
 from paper.sizes import at_most
 
 ROOT = Path(__file__).parent.parent
-DATA = Path(os.environ.get("LOD_DATA", ROOT.parent / "shared" / "data"))
+DATA = Path(os.environ.get("LOD_DATA", ""))
 
 
 def test_every_item_has_its_parts():

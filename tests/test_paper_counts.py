@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import maestro_lod as lod
-from maestro_lod.tasks.models import LeNet, transformer_small
+from maestro_lod.app.models import LeNet, transformer_small
 from paper import counts
 from paper.published import COUNTS, DISAGREEMENTS
 from paper.record import read

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam
 
-from maestro_lod import LoD, decompose, fit
+from maestro_lod import Budget, LoD, Pressure, decompose, fit
 from maestro_lod.errors import OptionError
+from maestro_lod.train.fit import FitOptions
 from maestro_lod.train.penalty import importance
 from maestro_lod.train.pressure import penalty_for
 
@@ -77,8 +78,8 @@ def test_fit_fills_in_how_long_training_lasts():
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     expected = penalty_for(0.05, model, optimizer, 12, proximal=False)
-    train = LoD(model, optimizer, pressure=0.05, threshold=1e-3)
-    fit(model, batches(), optimizer=optimizer, lod=train, epochs=3)
+    train = LoD(model, optimizer, penalty=Pressure(0.05), threshold=1e-3)
+    fit(model, batches(), optimizer=optimizer, method=train, epochs=3)
     assert train.penalty == pytest.approx(expected)
 
 
@@ -86,10 +87,10 @@ def test_fit_counts_the_schedule_and_accumulation():
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     expected = penalty_for(0.05, model, optimizer, 2 * (1 + 0.5), proximal=False)
-    train = LoD(model, optimizer, pressure=0.05, threshold=1e-3)
+    train = LoD(model, optimizer, penalty=Pressure(0.05), threshold=1e-3)
     fit(
-        model, batches(), optimizer=optimizer, lod=train, epochs=2, accumulate=2,
-        schedule=lambda step: 1.0 if step < 2 else 0.5,
+        model, batches(), optimizer=optimizer, method=train, epochs=2,
+        options=FitOptions(accumulate=2), schedule=lambda step: 1.0 if step < 2 else 0.5,
     )  # fmt: skip
     assert train.penalty == pytest.approx(expected)
 
@@ -97,21 +98,21 @@ def test_fit_counts_the_schedule_and_accumulation():
 def test_resuming_keeps_the_penalty_that_was_chosen():
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
-    train = LoD(model, optimizer, pressure=0.05, threshold=1e-3, steps=100)
+    train = LoD(model, optimizer, penalty=Pressure(0.05, steps=100), threshold=1e-3)
     with torch.no_grad():
         model[0].u.mul_(2.0)
-    again = LoD(model, optimizer, pressure=0.05, threshold=1e-3)
+    again = LoD(model, optimizer, penalty=Pressure(0.05), threshold=1e-3)
     again.load_state_dict(train.state_dict())
-    fit(model, batches(), optimizer=optimizer, lod=again, epochs=1)
+    fit(model, batches(), optimizer=optimizer, method=again, epochs=1)
     assert again.penalty == train.penalty
 
 
 def test_pressure_shrinks_what_does_not_matter():
     model = small_model(64)
     optimizer = Adam(model.parameters(), lr=1e-2)
-    train = LoD(model, optimizer, pressure=200.0, proximal=True, min_rank=1)
+    train = LoD(model, optimizer, penalty=Pressure(200.0), proximal=True, min_rank=1)
     before = sum(len(v) for v in importance(model).values())
-    fit(model, batches(), optimizer=optimizer, lod=train, epochs=60)
+    fit(model, batches(), optimizer=optimizer, method=train, epochs=60)
     assert sum(len(v) for v in importance(model).values()) < before
 
 
@@ -122,33 +123,36 @@ def step(train: LoD) -> None:
 
 def test_a_loop_of_its_own_has_to_say_how_long_it_lasts():
     model = small_model()
-    train = LoD(model, SGD(model.parameters(), lr=0.1), pressure=5.0)
-    with pytest.raises(OptionError, match=r"how long training lasts: LoD\(…, steps="):
+    train = LoD(model, SGD(model.parameters(), lr=0.1), penalty=Pressure(5.0))
+    with pytest.raises(OptionError, match=r"how long training lasts: Pressure\(5, steps="):
         step(train)
-    train.expect(10)
-    step(train)
+    step(LoD(model, SGD(model.parameters(), lr=0.1), penalty=Pressure(5.0, steps=10)))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("choice", "message"),
     [
-        ({"pressure": 5.0, "penalty": 1e-3}, "leave penalty= out"),
-        ({"pressure": 5.0, "budget": {"params": 0.5}}, "leave budget= out"),
-        ({"pressure": -1.0}, "pressure"),
-        ({"steps": 10}, "steps=10 is for pressure="),
-        ({"pressure": 5.0, "steps": 0}, "above 0"),
+        (lambda: Pressure(-1.0), "pressure=-1"),
+        (lambda: Pressure(0.0), "presses nothing"),
+        (lambda: Pressure(float("nan")), "pressure=nan"),
+        (lambda: Pressure(5.0, steps=0), "above 0"),
+        (lambda: -1.0, r"penalty=-1.0 .*Pressure\(64\), or a Budget"),
+        (lambda: "64", "penalty='64'"),
+        (lambda: {"params": 0.2}, "penalty={'params': 0.2}"),
+        (lambda: True, "penalty=True"),
+        (lambda: Budget(), "either params or macs"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options, message):
+def test_what_makes_no_sense_is_refused(choice, message):
     model = small_model()
     with pytest.raises(OptionError, match=message):
-        LoD(model, SGD(model.parameters(), lr=0.1), **options)
+        LoD(model, SGD(model.parameters(), lr=0.1), penalty=choice())
 
 
 def test_adam_needs_the_proximal_step():
     model = small_model()
     with pytest.raises(OptionError, match="proximal=True with Adam"):
-        LoD(model, Adam(model.parameters()), pressure=5.0, steps=10)
+        LoD(model, Adam(model.parameters()), penalty=Pressure(5.0, steps=10))
 
 
 def test_data_without_a_length_needs_the_steps():
@@ -162,5 +166,5 @@ def test_data_without_a_length_needs_the_steps():
     with pytest.raises(OptionError, match="no length"):
         fit(
             model, Endless(), optimizer=optimizer, epochs=1,
-            lod=LoD(model, optimizer, pressure=0.05, threshold=1e-3),
+            method=LoD(model, optimizer, penalty=Pressure(0.05), threshold=1e-3),
         )  # fmt: skip

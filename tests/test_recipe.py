@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,22 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from maestro_lod.errors import OptionError
-from maestro_lod.tasks.data import DATA
-from maestro_lod.tasks.models import MODELS
-from maestro_lod.tasks.recipe import (
+from maestro_lod.app.data import DATA
+from maestro_lod.app.models import MODELS
+from maestro_lod.app.recipe import (
     SGD,
     Adam,
     Constant,
     Milestones,
     Recipe,
-    all_settings,
     checked,
     dumped,
     load_recipe,
     recipe_names,
 )
+from maestro_lod.app.settings_list import all_settings
+from maestro_lod.errors import OptionError
+from maestro_lod.methods.dense import DenseSettings
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "recipes.md"
 MINIMAL = {"model": "lenet", "data": "digits", "epochs": 1}
@@ -157,11 +159,11 @@ def test_settings_of_a_section_that_the_file_leaves_out(tmp_path: Path) -> None:
 def test_dense_training_drops_what_the_recipe_says_for_low_rank(tmp_path: Path) -> None:
     dense = load_recipe("resnet50-imagenet", ["method=dense"])
     assert dense.method == "dense"
-    assert (dense.penalty, dense.decompose.only) == (0.0, None)
+    assert not {"penalty", "decompose"} & {*yaml.safe_load(dumped(dense))}
     assert dense.optimizer == load_recipe("resnet50-imagenet").optimizer
     path = tmp_path / "mine.yaml"
     path.write_text(dumped(load_recipe("digits")))
-    assert load_recipe(str(path), ["method=dense"]).penalty == 0.0
+    assert load_recipe(str(path), ["method=dense"]).settings == DenseSettings()
     path.write_text(dumped(dense))
     assert load_recipe(str(path)) == dense.model_copy()
 
@@ -374,3 +376,30 @@ def test_documented_recipe_is_valid(tmp_path: Path) -> None:
     recipe = text.partition("```yaml\n")[2].partition("```")[0]
     (tmp_path / "mine.yaml").write_text(recipe, encoding="utf-8")
     assert load_recipe(str(tmp_path / "mine.yaml")).model.name == "parts:model"
+
+
+# -- files that are odd --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs: 1\nepochs: 2\n", "the key 'epochs' is there twice"),
+        ("optimizer: {lr: 0.1, lr: 0.2}\n", "the key 'lr' is there twice"),
+        ("a: " + "[" * 5000, "is no valid YAML"),
+        ("epochs: " + "9" * 6000, "is no valid YAML"),
+        ("{model: lenet, data: digits, epochs: 1:30}", 'epochs="1:30" must be a whole number'),
+    ],
+    ids=["twice", "twice inside", "deep", "digits", "sexagesimal"],
+)
+def test_odd_yaml_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "odd.yaml").write_text(text)
+    with pytest.raises(OptionError) as error:
+        load_recipe(str(tmp_path / "odd.yaml"))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(OptionError, match="is no regular file"):
+        load_recipe(str(tmp_path / "pipe.yaml"))

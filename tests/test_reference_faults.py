@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import maestro_lod as lod
+from maestro_lod.app.models import LeNet
 from maestro_lod.errors import LayerError, TrainingError
 from maestro_lod.layers import LowRank, LowRankConv, LowRankLinear, lowrank
-from maestro_lod.tasks.models import LeNet
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 

@@ -271,7 +271,7 @@ def test_memory_is_not_exceeded(memory: int) -> None:
     replay = Replay(lod.decompose(model), loss_of(x), memory=memory)
     for name in replay.ranks:
         replay.evaluate({name: 1})
-    outputs = [output for output in replay._kept.values() if output is not None]
+    outputs = [output for output, _ in replay._outputs.values()]
     held = sum(leaf.nbytes for output in outputs for leaf in output.leaves)
     assert 0 < held <= memory
 

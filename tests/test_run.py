@@ -25,14 +25,15 @@ import yaml
 from safetensors import safe_open
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from maestro_lod import checkpoint, cli
-from maestro_lod.checkpoint import load_state
+from maestro_lod import tensors as tensor_files
+from maestro_lod.app import cli
+from maestro_lod.app import run as run_module
+from maestro_lod.app.recipe import Recipe, checked, load_recipe
+from maestro_lod.app.run import Interrupted, Run
+from maestro_lod.app.setup import Setup
 from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.tasks import run as run_module
-from maestro_lod.tasks.recipe import Recipe, load_recipe
-from maestro_lod.tasks.run import Interrupted, Run
-from maestro_lod.tasks.setup import Setup
+from maestro_lod.state import load_state, save_state
 from maestro_lod.train.evaluate import evaluate
 
 # LeNet loses ranks in each of these epochs
@@ -78,7 +79,7 @@ class Killer:
 
     def watch(self) -> None:
         """Be told of every optimizer step, and of every stage of every write."""
-        save_file, replace, report = checkpoint.save_file, os.replace, run_module.write_report
+        save_file, replace, report = tensor_files.save_file, os.replace, run_module.write_report
 
         def save_in_halves(tensors: Any, path: str, metadata: Any = None) -> None:
             save_file(tensors, path, metadata=metadata)
@@ -99,7 +100,7 @@ class Killer:
             self.did("before report.html")
             return report(*arguments)
 
-        checkpoint.save_file = save_in_halves
+        tensor_files.save_file = save_in_halves
         os.replace = replace_slowly
         run_module.write_report = report_late
         register_optimizer_step_post_hook(lambda *_: self.did("step"))
@@ -229,6 +230,7 @@ def test_a_run_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path: Path) -
         whole, killed = tmp_path / name / "whole", tmp_path / name / "killed"
         assert not (killed / "report.html").exists()  # the last kill came right before it
         (whole / "report.html").unlink()
+        (killed / ".lock").unlink()  # held by nobody: the next start would take it
         assert_same_end(killed, whole)
         shrinks = metrics(whole)[0]["ranks"] != metrics(whole)[-1]["ranks"]
         assert shrinks is (name == "lenet")
@@ -287,6 +289,94 @@ def test_a_run_stopped_in_its_last_moment_is_finished_instead(tmp_path: Path) ->
     run = Run.create(digits(*SMALL, "epochs=1"), tmp_path / "run")
     run.train(stop=lambda: (run.directory / "metrics.jsonl").read_text() != "")
     assert run.finished
+
+
+# -- code that a directory names -----------------------------------------------------------------
+
+HOSTILE = """
+from pathlib import Path
+Path("imported").touch()
+def model(): return __import__("torch").nn.Linear(4, 3)
+def data(batch): raise SystemExit
+"""
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run directory from elsewhere; an import of what it names leaves a trace."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("LOD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("LOD_TRUST", raising=False)
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result.json").write_text("{}")
+    yield tmp_path / "run"
+    sys.modules.pop("hostile", None)
+
+
+def name_in(directory: Path, **parts: Any) -> None:
+    settings = {"model": "lenet", "data": "digits", "epochs": 1, **parts}
+    (directory / "config.yaml").write_text(yaml.safe_dump(settings))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"model": {"name": "hostile:model", "options": {"cmd": "touch x"}}},
+        {"model": "hostile:model"},
+        {"data": {"name": "hostile:data"}},
+        {"loss": "hostile:model"},
+        {"method": "hostile:model"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("command", ["summary", "frontier", "bench", "resume", "deploy"])
+def test_a_directory_from_elsewhere_runs_nothing_unasked(
+    hostile: Path, part: dict[str, Any], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name_in(hostile, **part)
+    before = sorted(hostile.parent.rglob("*"))
+    limits = ["--max-macs", "0.5", "--out", "phone"] if command == "deploy" else []
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "run", *limits])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lod: run/config.yaml names code to run, ") and error.count("\n") == 1
+    assert "hostile:" in error and "--trust" in error and "LOD_TRUST=1" in error
+    assert sorted(hostile.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("how", ["option", "environment", "python"])
+def test_consent_lets_the_code_of_a_directory_run(
+    hostile: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name_in(hostile, model="hostile:model")
+    if how == "environment":
+        monkeypatch.setenv("LOD_TRUST", "1")
+    if how == "python":
+        with pytest.raises(OptionError, match="names code to run, model hostile:model"):
+            Run.open(hostile)
+        Run.open(hostile, trust=True)
+        return
+    with pytest.raises(SystemExit):
+        cli.main(["summary", "run", *(["--trust"] if how == "option" else [])])
+    assert Path("imported").exists()
+
+
+def test_what_one_has_trained_is_trusted_but_not_other_options_of_it(
+    hostile: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "hostile.py").write_text(OWN)
+    own = {"model": "hostile:model", "data": "hostile:data", "epochs": 1, "threads": 1}
+    recipe = checked(own, "here")
+    Run.create(recipe, tmp_path / "mine").train()
+    assert Run.open(tmp_path / "mine").recipe == recipe
+    name_in(hostile, **own | {"epochs": 7})
+    assert Run.open(hostile).recipe.epochs == 7
+    name_in(hostile, **own | {"model": {"name": "hostile:model", "options": {"cmd": "rm"}}})
+    with pytest.raises(OptionError, match="was not trained here by you"):
+        Run.open(hostile)
 
 
 # -- what is in the directory --------------------------------------------------------------------
@@ -405,6 +495,98 @@ def test_checkpoint_of_other_settings_is_refused(finished: Run, tmp_path: Path) 
         Run.open(tmp_path / "run").train()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("seed: 0", "seed: 1"), "seed is 0 in one and 1 in the other"),
+        (("batch: 8", "batch: 16"), "batch is 8 in one and 16 in the other"),
+        (("lr: 0.05", "lr: 0.5"), "optimizer.lr is "),
+        (("penalty: 0.02", "penalty: 0.2"), "penalty is 0.02 in one and 0.2"),
+        (("limit: 60", "limit: 50"), "data.limit is 60 in one and 50"),
+        (("sampling: pairs", "sampling: iid"), "sampling is "),
+        (("shrink: true", "shrink: false"), "shrink is true in one and false"),
+        (("clip_norm: null", "clip_norm: 1.0"), "clip_norm is null in one and 1.0"),
+        (("options: {}", "options: {classes: 12}"), "model.options.classes is null"),
+        (("min_rank: 0", "min_rank: 3"), "min_rank is 0 in one and 3"),
+    ],
+)
+def test_settings_that_may_not_change_are_named(
+    begun: Path, tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    shutil.copytree(begun, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    if change[0].startswith("lr"):
+        change = (f"lr: {yaml.safe_load(config.read_text())['optimizer']['lr']}", change[1])
+    assert change[0] in config.read_text()
+    config.write_text(config.read_text().replace(*change, 1))
+    before = run_files(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="only epochs, device, threads") as raised:
+        Run.open(tmp_path / "run").train()
+    assert message in str(raised.value)
+    assert run_files(tmp_path / "run") == before
+
+
+def run_files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped in its second epoch."""
+    run = Run.create(digits(*SMALL), tmp_path_factory.mktemp("begun") / "run")
+    with pytest.raises(Interrupted):
+        run.train(stop=stopped_at(9))
+    return run.directory
+
+
+def test_settings_that_may_change_are_applied(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    text = config.read_text().replace("epochs: 2", "epochs: 3")
+    config.write_text(text.replace("checkpoint_every: 300.0", "checkpoint_every: 9.0"))
+    assert Run.open(tmp_path / "run").train()["epochs"] == 3
+    Run.create(digits(*SMALL, "epochs=3"), tmp_path / "whole").train()
+    assert_same(tensors(tmp_path / "run" / "model.safetensors"),
+                tensors(tmp_path / "whole" / "model.safetensors"))  # fmt: skip
+
+
+def test_fewer_epochs_than_are_done_are_refused(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("epochs: 2", "epochs: 1"))
+    with pytest.raises(OptionError, match="has gone beyond: 1 are done"):
+        Run.open(tmp_path / "run").train()
+
+
+def test_files_of_another_run_are_refused(finished: Run, begun: Path, tmp_path: Path) -> None:
+    other = Run.create(digits(*SHRINKING, "seed=1"), tmp_path / "other")
+    other.train()
+    shutil.copytree(begun, tmp_path / "begun")
+    shutil.copy(other.checkpoint, tmp_path / "begun")
+    with pytest.raises(CheckpointError, match="seed is 1 in one and 0 in the other"):
+        Run.open(tmp_path / "begun").train()
+    for name, message in (
+        ("model.safetensors", "result.json is of another model"),
+        ("result.json", "result.json does not belong to .*seed is 1 in one and 0"),
+    ):
+        shutil.copytree(finished.directory, tmp_path / name)
+        shutil.copy(other.directory / name, tmp_path / name)
+        with pytest.raises(CheckpointError, match=message):
+            Run.open(tmp_path / name).trained()
+
+
+def test_a_run_of_before_settings_were_in_its_files_goes_on(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path / "run")
+    run = Run.open(tmp_path / "run")
+    state = load_state(run.checkpoint)
+    del state["settings"]
+    save_state(state, run.checkpoint)
+    result = run.train()
+    old = {key: value for key, value in result.items() if key not in ("settings", "weights")}
+    run.write_json("result.json", old)
+    run.trained()
+
+
 def test_dense_file_of_another_model_is_refused(finished: Run, tmp_path: Path) -> None:
     run = Run.create(digits("method=dense", "data.limit=20", "epochs=1"), tmp_path / "run")
     run.train()
@@ -459,7 +641,7 @@ def test_directory_that_cannot_be_made_is_found_before_training(
 @pytest.fixture
 def full_disk(monkeypatch: Any) -> Callable[[int], None]:
     """Let the n-th write of tensors from now on fail halfway, and all after it."""
-    save_file = checkpoint.save_file
+    save_file = tensor_files.save_file
 
     def fill_after(good: int) -> None:
         left = iter(range(good))
@@ -471,7 +653,7 @@ def full_disk(monkeypatch: Any) -> Callable[[int], None]:
                     file.truncate(1000)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
-        monkeypatch.setattr(checkpoint, "save_file", save)
+        monkeypatch.setattr(tensor_files, "save_file", save)
 
     return fill_after
 
@@ -554,7 +736,7 @@ def test_state_that_no_file_can_hold_is_found_before_training(
         "def data(batch): return {'train': [(torch.randn(batch, 784), torch.arange(batch) % 10)]}\n"
     )
     settings = {"model": "odd_parts:model", "data": "odd_parts:data", "epochs": 1}
-    run = Run.create(Recipe.model_validate(settings), tmp_path / "run")
+    run = Run.create(checked(settings, "here"), tmp_path / "run")
     with pytest.raises(CheckpointError, match="a set cannot be saved without pickle") as error:
         run.train()
     assert "make room" not in str(error.value)

@@ -12,13 +12,11 @@ import torch
 from torch import nn
 
 import maestro_lod as lod
-from maestro_lod.errors import OptionError
-from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.tasks.data import Data
-from maestro_lod.tasks.models import LeNet
-from maestro_lod.tasks.recipe import Recipe, checked, load_recipe, recipe_names
-from maestro_lod.tasks.setup import (
-    OwnCodeError,
+from maestro_lod.app.data import Data
+from maestro_lod.app.models import LeNet
+from maestro_lod.app.own import OwnCodeError
+from maestro_lod.app.recipe import Recipe, checked, load_recipe, recipe_names
+from maestro_lod.app.setup import (
     Setup,
     data_of,
     dense_model_of,
@@ -26,6 +24,9 @@ from maestro_lod.tasks.setup import (
     model_of,
     own_names,
 )
+from maestro_lod.errors import OptionError
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.methods.dense import Dense
 from maestro_lod.train.evaluate import CrossEntropy
 
 SMALL = ["data.limit=40", "batch=8"]
@@ -34,7 +35,7 @@ PARTS = """
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from maestro_lod.tasks.data import Data
+from maestro_lod.app.data import Data
 
 def model(width=8): return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
 def sized(classes): return nn.Linear(4, classes)
@@ -115,28 +116,25 @@ def test_same_recipe_makes_the_same_parts() -> None:
     other = Setup.of(digits())
     for (name, a), b in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b), name
-    assert one.lod is not None and other.lod is not None
-    assert [one.lod.sampler.sample() for _ in range(9)] == [
-        other.lod.sampler.sample() for _ in range(9)
+    assert isinstance(one.method, lod.LoD) and isinstance(other.method, lod.LoD)
+    assert [one.method.sampler.sample() for _ in range(9)] == [
+        other.method.sampler.sample() for _ in range(9)
     ]
     assert not torch.equal(one.model.fc1.bias, Setup.of(digits("seed=1")).model.fc1.bias)
 
 
 def test_settings_reach_the_training() -> None:
     train = Setup.of(
-        digits("penalty=0.5", "threshold=0.25", "sampling=iid", "proximal=true", "shrink=false",
-               "min_rank=2", "full_pass=true", "distill=true")
-    ).lod  # fmt: skip
-    assert train is not None
+        digits("penalty=0.5", "threshold=0.25", "sampling=iid", "proximal=true", "min_rank=2",
+               "full_pass=true", "distill=true")
+    ).method  # fmt: skip
+    assert isinstance(train, lod.LoD)
     assert (train.penalty, train.threshold, train.min_rank) == (0.5, 0.25, 2)
-    assert (train.proximal, train.shrink, train.full_pass, train.distill) == (
-        True,
-        False,
-        True,
-        True,
-    )
+    assert (train.proximal, train.full_pass, train.distill) == (True, True, True)
     assert train.sampler.strategy == "iid"
     assert train.ledger.dense_macs == 281_640
+    kept = Setup.of(digits("shrink=false")).method
+    assert isinstance(kept, lod.LoD) and kept.threshold is None
 
 
 def test_decomposition_is_as_asked() -> None:
@@ -144,7 +142,7 @@ def test_decomposition_is_as_asked() -> None:
     ranks = lod.ranks(model_of(recipe, data_of(recipe)))
     assert ranks == {"fc1": 7, "fc2": 42}
     dense = Setup.of(digits("method=dense"))
-    assert dense.lod is None and not low_rank_layers(dense.model)
+    assert isinstance(dense.method, Dense) and not low_rank_layers(dense.model)
 
 
 def test_memory_layout_is_as_asked() -> None:
@@ -254,7 +252,7 @@ def test_wrong_options_of_built_in_parts_are_refused() -> None:
 
 
 def test_a_model_that_does_not_fit_the_data_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maestro_lod.tasks.setup.MODELS", {"flat": lambda: nn.Linear(5, 5)})
+    monkeypatch.setattr("maestro_lod.app.setup.MODELS", {"flat": lambda: nn.Linear(5, 5)})
     with pytest.raises(
         OptionError, match=r"model 'flat' cannot run on data 'digits': RuntimeError"
     ):

@@ -579,10 +579,12 @@ def test_a_live_ddp_wrapper_is_refused_and_a_deleted_one_is_not(process_group, g
 def test_sampling_alone_can_be_done_inside_a_live_ddp_wrapper(process_group):
     model = low_rank_model()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    train_ = LoD(model, optim.SGD(model.parameters(), lr=0.01), shrink=False)
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+    train_ = LoD(model, optimizer, threshold=None)
     x, y = batch(0)
     with train_.step():
         F.cross_entropy(ddp(x), y).backward()
+    optimizer.step()
     assert train_.end_epoch() == {}
     assert train_.epoch == 1
 
@@ -629,6 +631,7 @@ def test_lod_refuses_a_wrapper_and_its_epoch_end_a_live_one(process_group):
     x, y = batch(0)
     with lod.step():
         F.cross_entropy(ddp(x), y).backward()
+    optimizer.step()
     zero_tails(model)
     with pytest.raises(MaestroError, match="del ddp"):
         lod.end_epoch()

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from maestro_lod.tasks.recipe import load_recipe
-from maestro_lod.tasks.run import Interrupted, Run
+from maestro_lod.app.recipe import load_recipe
+from maestro_lod.app.run import Interrupted, Run
 
 pytest.importorskip("tensorboard")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from maestro_lod.integrations.tensorboard import TensorBoard
+from maestro_lod.app.tensorboard import TensorBoard
 
 SHRINKING = ["data.limit=60", "batch=8", "epochs=3", "penalty=0.05", "threshold=0.1", "threads=1"]
 

@@ -16,11 +16,11 @@ from pyarrow import parquet
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from maestro_lod.app.data import Data, load_data, text
+from maestro_lod.app.data.text import PAD, START, STOP, UNKNOWN, TextBatches
 from maestro_lod.errors import DataError, LayerError, OptionError
-from maestro_lod.tasks.data import Data, load_data, sources, text
-from maestro_lod.tasks.data.text import PAD, START, STOP, UNKNOWN, TextBatches
 
-REAL = Path(os.environ.get("LOD_DATA") or sources._BESIDE_CHECKOUT)
+REAL = Path(os.environ.get("LOD_DATA", ""))
 PAIRS = [
     ("Ein Mann läuft.", "A man's dog runs."),
     ("Der Hund schläft, der Mann nicht!", "The dog sleeps, the man does not!"),

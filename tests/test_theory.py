@@ -61,7 +61,7 @@ def test_training_with_sampled_ranks_recovers_the_svd(sampling):
     target /= torch.linalg.matrix_norm(target, 2)
     model = decompose(nn.Linear(6, 9, bias=False))  # knows nothing of the target
     optimizer = optim.SGD(model.parameters(), lr=0.2)
-    train = LoD(model, optimizer, sampling=sampling, shrink=False)
+    train = LoD(model, optimizer, sampling=sampling, threshold=None)
     x = torch.eye(6)
     fit(train, x, target.T, steps=2500)
     for k in range(1, 7):
@@ -132,7 +132,7 @@ def test_the_order_that_the_data_asks_for_is_learned_where_the_svd_has_it_revers
     svd = linear_map(target)
     model = linear_map(target + 0.01 * torch.randn_like(target))
     optimizer = optim.SGD(model.parameters(), lr=0.2)
-    fit(LoD(model, optimizer, shrink=False), x, y, steps=3000)
+    fit(LoD(model, optimizer, threshold=None), x, y, steps=3000)
     for k in (1, 2):
         optimum = (best_of_rank(y, k) - y).norm()
         assert (outputs_at(model, x, k) - y).norm() < 1.02 * optimum

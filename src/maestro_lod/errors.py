@@ -62,3 +62,17 @@ def require_whole(option: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
         raise OptionError(f"{option}={value!r} must be a whole number, zero or larger.")
     return int(value)
+
+
+def require_bool(option: str, value: bool) -> bool:
+    """Return the value, or refuse what is neither True nor False: any text would count as true."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{option}={value!r} must be True or False.")
+    return value
+
+
+def require_at_least_one(option: str, value: int, meaning: str) -> int:
+    """Return the value, or refuse one that is not a whole number above zero."""
+    if require_whole(option, value) == 0:
+        raise OptionError(f"{option}=0 must be at least 1: {meaning}.")
+    return int(value)

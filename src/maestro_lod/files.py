@@ -1,18 +1,27 @@
-"""Files that are there as a whole or not at all, whatever happens while they are written."""
+"""Files that are there as a whole or not at all, and directories that one process works in."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import socket
 import stat
 import tempfile
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 
-from maestro_lod.errors import CheckpointError
+from maestro_lod.errors import CheckpointError, OptionError
 
-_PREFIX = ".writing-"
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+_PREFIX, _LOCK = ".writing-", ".lock"
 
 
 @contextmanager
@@ -24,12 +33,16 @@ def replacing(path: Path) -> Iterator[Path]:
     with it, and a process that is killed leaves nothing but that directory.
     """
     target = Path(os.path.realpath(path))  # a link stays one
-    with blaming(path):
-        place = tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{_PREFIX}{target.name}-")
+    with writing(path):
+        place = tempfile.TemporaryDirectory(
+            dir=target.parent,
+            prefix=f"{_PREFIX}{target.name}-",
+            ignore_cleanup_errors=True,  # the next start clears what stays
+        )
     with place as directory:
         written = Path(directory) / target.name
         yield written
-        with blaming(path):
+        with writing(path):
             written.chmod(_mode(target, Path(directory)))  # safetensors lets only the owner read
             with written.open("r+b") as file:
                 os.fsync(file.fileno())
@@ -38,7 +51,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def blaming(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Tell trouble with files in the `with` block as trouble with writing this one."""
     try:
         yield
@@ -54,10 +67,125 @@ def _mode(target: Path, directory: Path) -> int:
     return stat.S_IMODE(target.stat().st_mode)
 
 
+@contextmanager
+def replacing_directory(path: Path) -> Iterator[Path]:
+    """Give a directory to fill; in one rename it takes the place of none or an empty one.
+
+    One process at a time: the next one clears what a killed one has left.
+    """
+    target = Path(os.path.realpath(path))
+    with writing(path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with alone_in(path, lock=target.with_name(f".{target.name}{_LOCK}")):
+        place = target.with_name(f".filling-{target.name}")
+        with writing(path):
+            _remove(place)
+            place.mkdir()
+        try:
+            yield place
+            remove_leftovers(place)
+            with writing(path):
+                if target.exists():
+                    shutil.copymode(target, place)
+                _sync_directory(place)
+                os.rename(place, target)  # noqa: PTH104
+                _sync_directory(target.parent)
+        finally:
+            with suppress(OSError):
+                _remove(place)
+
+
 def remove_leftovers(directory: Path) -> None:
-    """Remove what processes killed while they wrote there have left; nobody may be writing now."""
+    """Remove what processes killed while they wrote there have left; be `alone_in` it."""
     for place in directory.glob(f"{_PREFIX}*"):
+        with writing(place):
+            _remove(place)
+
+
+def _remove(place: Path) -> None:
+    """Remove a directory with all that is in it, a file or a link, if there is one."""
+    if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+
+
+# -- one process at a time -----------------------------------------------------------------------
+
+_held: set[int] = set()
+"""File handles that locks hang on."""
+
+
+def _forget_locks() -> None:
+    """Close the locks in a forked child: a worker that outlives its parent must not hold them."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
+@contextmanager
+def alone_in(directory: Path, *, lock: Path | None = None) -> Iterator[None]:
+    """Let no other process into a directory while the block runs; the second is told of the first.
+
+    The system holds the lock, for as long as the process lives: nothing has to be cleared after a
+    kill. The file says who it is. Where the file system knows no locks, a warning says so.
+    """
+    lock = lock or directory / _LOCK
+    handle = _locked(directory, lock)
+    try:
+        if handle is not None:
+            now = datetime.now().astimezone().isoformat(" ", "seconds")
+            who = f"process {os.getpid()} on {socket.gethostname()} since {now}"
+            with suppress(OSError):  # a full disk is told where it matters
+                os.ftruncate(handle, 0)
+                os.write(handle, who.encode())
+        yield
+    finally:
+        if handle is not None and handle in _held:  # not in a forked child
+            with suppress(OSError):  # then it stays, which keeps nobody out
+                lock.unlink(missing_ok=True)
+            _close(handle)
+
+
+def _locked(directory: Path, lock: Path) -> int | None:
+    """Return the handle that a lock hangs on; None where there are no locks."""
+    while fcntl is not None:
+        with writing(lock):
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        _held.add(handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(lock.stat(), os.fstat(handle)):
+                return handle
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            who = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
+            _close(handle)
+            raise OptionError(
+                f"{directory} is in use by {' '.join(who.split())}. Wait for it to end, or give "
+                "another directory."
+            ) from None
+        except OSError as error:
+            _close(handle)
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise CheckpointError(f"cannot lock {lock} ({error.strerror}).") from error
+            break
+        _close(handle)  # of a file that its owner has removed meanwhile: try the new one
+    warnings.warn(
+        f"{directory} cannot be locked on this file system: let no other process write there.",
+        stacklevel=4,
+    )
+    return None
+
+
+def _close(handle: int) -> None:
+    _held.discard(handle)
+    os.close(handle)
 
 
 def _sync_directory(directory: Path) -> None:

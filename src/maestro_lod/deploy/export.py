@@ -2,7 +2,7 @@
 
 .onnx           ONNX, for onnxruntime and everything else that reads it
 .pt2            torch.export, for torch and what is built on it
-.safetensors    tensors alone; `rebuild` puts them into the user's own model
+.safetensors    tensors alone; `load` puts them into the user's own model
 """
 
 from __future__ import annotations
@@ -23,39 +23,38 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
-from torch.utils._pytree import tree_leaves
 
-from maestro_lod.cost import Call, Example, as_call, count_params
-from maestro_lod.deploy import plain_file
-from maestro_lod.deploy.plain_file import rebuild
-from maestro_lod.deploy.trial import (
+from maestro_lod.calls import Call, Example, as_call
+from maestro_lod.checkpoint import plain_state, save_plain
+from maestro_lod.cost import count_params
+from maestro_lod.deploy.timing import (
     batch_of,
     drawn_call,
     interleaved,
     run,
 )
-from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
+from maestro_lod.deploy.verification import (
+    INT8_TOLERANCE,
+    TOLERANCE,
+    Runner,
+    require_numbers,
+    require_same_outputs,
+    tensors_in,
+    tolerance_of,
+)
+from maestro_lod.errors import LayerError, OptionError, listed, nearest
 from maestro_lod.files import replacing
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import extract
 from maestro_lod.train.evaluate import device_of, in_mode
 
-__all__ = ["FORMATS", "INT8_TOLERANCE", "TOLERANCE", "Exported", "export", "opened", "rebuild"]
+__all__ = ["FORMATS", "INT8_TOLERANCE", "TOLERANCE", "Exported", "export", "opened"]
 
 FORMATS = ("onnx", "pt2", "safetensors")
 
-TOLERANCE = 1e-4
-"""How far the outputs of a file may be from the model's, relative to the largest of these. For
-half-precision models it is eight units in the last place instead, if that is more."""
-
-INT8_TOLERANCE = 0.2
-"""The same for files quantized to int8. They report their difference; beyond this it is garbage."""
-
 _ROUNDS = 9
-
-Runner = Callable[[Call], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -128,10 +127,10 @@ def export(
     call, device = as_call(example), device_of(plain)
     with replacing(path) as temporary, in_mode(plain, training=False), torch.no_grad(), _quiet():
         usual = drawn_call(call, device)
-        run(plain, usual)  # before anything else, for a clear error
+        require_numbers(plain, run(plain, usual))  # before anything else, for a clear error
         batch: int | None = None
         if format == "safetensors":
-            plain_file.write(plain, temporary)
+            save_plain(plain, temporary)
             runner = _reloaded(plain, temporary)
         else:
             program, batch = _traced(plain, call, device, format)
@@ -145,8 +144,8 @@ def export(
         calls = [usual]
         if batch is None:
             calls.append(drawn_call(call, device, batch=1 if size > 1 else 3))
-        limit = INT8_TOLERANCE if quantize else _tolerance(plain)
-        difference = _verified(plain, runner, calls, limit, path)
+        limit = INT8_TOLERANCE if quantize else tolerance_of(plain)
+        difference = require_same_outputs(plain, runner, calls, limit, path)
         variants: dict[str, Callable[[], object]] = {"eager": lambda: run(plain, usual)}
         if format != "safetensors":  # what is rebuilt is the model itself
             variants["file"] = lambda: runner(usual)
@@ -180,8 +179,8 @@ def _opened(path: Path, format: str) -> Runner:
         return runner
     if format == "pt2":
         module = torch.export.load(path).module()
-        return lambda call: _tensors(module(*call.args, **call.kwargs))
-    raise OptionError(f"{path} holds tensors and does not run. Use rebuild(path, into=model).")
+        return lambda call: tensors_in(module(*call.args, **call.kwargs))
+    raise OptionError(f"{path} holds tensors and does not run. Use load(path, into=model).")
 
 
 # -- formats -----------------------------------------------------------------------------------
@@ -215,7 +214,7 @@ def _traced(
     several = max(size, 2)  # tracing takes a batch of one for a constant
     traced = drawn_call(call, device, batch=several)
     batch, shapes = Dim("batch"), cast("Any", ShapesCollection)()
-    for tensor in _tensors((traced.args, traced.kwargs)):
+    for tensor in tensors_in((traced.args, traced.kwargs)):
         if tensor.ndim and tensor.shape[0] == several:
             shapes[tensor] = {0: batch}
     try:
@@ -253,58 +252,8 @@ def _reloaded(model: nn.Module, path: Path) -> Runner:
     twin = copy.deepcopy(model)
     for tensor in twin.state_dict().values():
         tensor.zero_()
-    twin.load_state_dict(plain_file.read_state(path))
-    return lambda call: _tensors(twin(*call.args, **call.kwargs))
-
-
-# -- verification ------------------------------------------------------------------------------
-
-
-def _verified(
-    model: nn.Module, runner: Runner, calls: list[Call], limit: float, path: Path
-) -> float:
-    """Return the largest difference between a file and its model, or refuse the file."""
-    worst = 0.0
-    for call in calls:
-        expected, got = _tensors(run(model, call)), runner(call)
-        where = f"{path.name} was not written: at batch size {batch_of(call)} the file gives"
-        if [t.shape for t in expected] != [t.shape for t in got]:
-            shapes = [tuple(t.shape) for t in got], [tuple(t.shape) for t in expected]
-            raise CheckpointError(f"{where} outputs of shapes {shapes[0]} instead of {shapes[1]}.")
-        for one, other in zip(expected, got, strict=True):
-            worst = max(worst, _difference(one.cpu().double(), other.cpu().double()))
-        if not worst <= limit:
-            raise CheckpointError(
-                f"{where} outputs that are off by {worst:.1e} of the largest, more than "
-                f"{limit:.0e}. Try another format, or the model in float32."
-            )
-    return worst
-
-
-def _difference(expected: Tensor, got: Tensor) -> float:
-    """Return the largest difference relative to the largest finite value; infinite if that fails.
-
-    Values that are not finite must be the same on both sides.
-    """
-    finite = expected.isfinite()
-    if not torch.allclose(expected[~finite], got[~finite], equal_nan=True):
-        return float("inf")
-    expected, got = expected[finite], got[finite]
-    if not bool(got.isfinite().all()):
-        return float("inf")
-    if not expected.numel():
-        return 0.0
-    scale = float(expected.abs().max()) or 1.0
-    return float((expected - got).abs().max()) / scale
-
-
-def _tolerance(model: nn.Module) -> float:
-    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    return max([TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in floats)])
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    twin.load_state_dict(plain_state(path))
+    return lambda call: tensors_in(twin(*call.args, **call.kwargs))
 
 
 # -- surroundings ------------------------------------------------------------------------------

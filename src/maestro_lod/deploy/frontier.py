@@ -11,13 +11,17 @@ from typing import Literal
 
 from torch import nn
 
-from maestro_lod.cost import DenseMacs, Example, dense_macs
+from maestro_lod.calls import Example
+from maestro_lod.cost import Costs
+from maestro_lod.counting import DenseMacs, dense_macs
 from maestro_lod.deploy.journal import Journal
-from maestro_lod.deploy.points import Frontier, Point
-from maestro_lod.deploy.replay import Loss, Replay, batch_statistics, number
-from maestro_lod.deploy.search import METHODS, Costs, Search, given
+from maestro_lod.deploy.limits import Point
+from maestro_lod.deploy.points import Frontier
+from maestro_lod.deploy.replay import Loss, Replay
+from maestro_lod.deploy.search import METHODS, Search, given
 from maestro_lod.errors import LayerError, OptionError, listed, nearest, require_whole
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
+from maestro_lod.train.evaluate import batch_statistics, require_number
 
 __all__ = ["Frontier", "Point", "frontier"]
 
@@ -110,7 +114,7 @@ def _point(
 
         def measure() -> float:
             with at_ranks(model, ranks), batch_statistics(model):
-                value = number(accuracy(model), "accuracy")
+                value = require_number(accuracy(model), "accuracy")
             if not 0.0 <= value <= 1.0:
                 raise OptionError(f"accuracy returned {value!r}. Return a share between 0 and 1.")
             return value
@@ -139,12 +143,17 @@ def _macs(
         return None
 
 
-def _require_options(method: str, cost: str, step: float, until: object) -> None:
+def require_method(method: str) -> None:
+    """Refuse a way to search that there is not."""
     if method not in METHODS:
         raise OptionError(
             f"method={method!r} is not known.{nearest(str(method), METHODS)} Choose one of "
             f"{listed(METHODS)}."
         )
+
+
+def _require_options(method: str, cost: str, step: float, until: object) -> None:
+    require_method(method)
     if cost not in ("macs", "params"):
         raise OptionError(f"cost={cost!r} is not known. Choose 'macs' or 'params'.")
     if not 0.0 < float(step) < 1.0:

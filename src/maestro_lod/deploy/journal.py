@@ -46,8 +46,12 @@ class Journal:
             self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{self._path} cannot be used as a journal ({error}).") from error
-        if self._file.tell() == 0:
-            self._write(header)
+        try:
+            if self._file.tell() == 0:
+                self._write(header)
+        except OSError:
+            self._file.close()
+            raise
 
     def __enter__(self) -> Journal:
         return self

@@ -10,187 +10,32 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.cost import Call, Example, as_call
-from maestro_lod.deploy.trial import (
+from maestro_lod.calls import Call, Example, as_call
+from maestro_lod.deploy.measured import Latency, LayerLatency, RankTiming
+from maestro_lod.deploy.timing import (
     batch_of,
     drawn,
     drawn_call,
     interleaved,
     run,
 )
-from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
-from maestro_lod.layers import LowRank, SharedHead
-from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve, resolve_for
-from maestro_lod.surgery import Form, extract, plain_form
-from maestro_lod.table import table
+from maestro_lod.errors import OptionError
+from maestro_lod.layers.embedding import SharedHead
+from maestro_lod.layers.lowrank import LowRank, PlainForm
+from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve_for, unwrapped
+from maestro_lod.layers.uses import Use, uses_of
+from maestro_lod.surgery import extract
 from maestro_lod.train.evaluate import device_of, in_mode
-
-MOST_NOISE = 0.05
-"""A measurement that scatters more than this does not excuse a layer that is slower by more."""
 
 _POINTS = 4  # ranks per layer: break-even or the stored rank, and halves of it
 _WHOLE = "the dense model"  # keys of what is timed: this, and (layer, rank)
 _DENSE = 0  # the rank in the key of a layer's dense form
-
-
-# -- the result --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Point:
-    """The factored form at one rank, relative to the dense form of the same layer."""
-
-    rank: int
-    ratio: float
-    """Time of the factored form over that of the dense form: the median over the rounds."""
-    noise: float
-    """How far that median may be off: the interquartile range of the rounds over √rounds."""
-
-
-@dataclass(frozen=True)
-class LayerLatency:
-    """One low-rank layer: seconds of its dense form in one forward, and the factored ones."""
-
-    rank: int
-    full_rank: int
-    break_even: int
-    """The largest rank at which the factors have no more weights than the dense form; 0 if there
-    is no factored form. Above it nothing is measured: dense has less of everything."""
-    dense: float
-    points: tuple[Point, ...]
-    """By rank, ascending; empty if the layer did not run or has no factored form."""
-
-    def at(self, rank: int) -> Point:
-        """Return the factored form at a rank up to break-even, interpolated between points.
-
-        Below the smallest measured rank its time is taken, which is an upper bound.
-        """
-        rank = max(rank, 1)  # one rank of zeros stands in for none
-        below = [point for point in self.points if point.rank <= rank]
-        above = [point for point in self.points if point.rank >= rank]
-        if not self.points:  # it did not run, so no form is slower
-            return Point(rank, 1.0, 0.0)
-        if not below or not above:
-            nearest_point = above[0] if above else below[-1]
-            return Point(rank, nearest_point.ratio, nearest_point.noise)
-        low, high = below[-1], above[0]
-        share = (rank - low.rank) / max(high.rank - low.rank, 1)
-        ratio = low.ratio + share * (high.ratio - low.ratio)
-        return Point(rank, ratio, max(low.noise, high.noise))
-
-    def choose(self, rank: int) -> Form:
-        """Return the faster form; within the noise the one with fewer weights, factored."""
-        if rank > self.break_even:
-            return "dense"
-        point = self.at(rank)
-        return "factored" if point.ratio <= 1 + min(point.noise, MOST_NOISE) else "dense"
-
-    def seconds(self, rank: int, form: Form | None = None) -> float:
-        """Return the time at a rank, of the chosen form or of another one."""
-        factored = (form or self.choose(rank)) == "factored"
-        return self.dense * (self.at(rank).ratio if factored else 1.0)
-
-
-@dataclass(frozen=True)
-class Latency:
-    """What was measured, and how. Give it to `fuse` or `extract` as `by=`."""
-
-    dense: float
-    """Seconds of one forward of the whole model with every layer dense."""
-    layers: dict[str, LayerLatency]
-    batch: int
-    """The leading dimension of the example: the batch size that all of this is true for."""
-    rounds: int
-    threads: int
-    dtype: str
-    device: str
-    torch: str
-
-    def choose(self, name: str, rank: int) -> Form:
-        """Return the form of a layer that is not slower than its dense form at this rank."""
-        if name not in self.layers:
-            raise LayerError(
-                f"{name or '(the model itself)'} was not measured.{nearest(name, self.layers)} "
-                f"Measured: {listed(self.layers)}. Call latency on the model that you extract."
-            )
-        return self.layers[name].choose(rank)
-
-    def predict(
-        self, ranks: Ranks | None = None, *, forms: Mapping[str, Form] | None = None
-    ) -> float:
-        """Return the seconds that the model extracted at these ranks should take; above 0.
-
-        Each layer has the form that was chosen by this, or that of `forms`. The dense model as a
-        whole was measured; what its layers gain is added up.
-        """
-        limits = {name: (layer.rank, layer.full_rank) for name, layer in self.layers.items()}
-        chosen = {name: layer.rank for name, layer in self.layers.items()}
-        chosen |= resolve(ranks, limits) if ranks is not None else {}
-        gained = sum(
-            layer.dense - layer.seconds(chosen[name], (forms or {}).get(name))
-            for name, layer in self.layers.items()
-        )
-        alone = sum(layer.dense for layer in self.layers.values())
-        # noise may make the layers alone slower than the whole, which cannot gain more than it has
-        return self.dense - gained * min(1.0, self.dense / alone if alone else 1.0)
-
-    @property
-    def method(self) -> str:
-        """How it was measured, in one line."""
-        return (
-            f"batch {self.batch}, {self.threads} threads, {self.dtype}, {self.device}, torch "
-            f"{self.torch}; medians of {self.rounds} interleaved rounds in inference mode"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Latency:
-        """Return what `to_dict` was given; refuse data of another shape."""
-        try:
-            layers = {
-                str(name): LayerLatency(
-                    **{**layer, "points": tuple(Point(**point) for point in layer["points"])}
-                )
-                for name, layer in data["layers"].items()
-            }
-            return cls(**{**data, "layers": layers})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"this is no measured latency ({error!r}).") from error
-
-    def __str__(self) -> str:
-        rows = []
-        for name, layer in self.layers.items():
-            ranks = range(1, min(layer.rank, layer.break_even) + 1)
-            pays = [rank for rank in ranks if layer.choose(rank) == "factored"]
-            cells = "  ".join(
-                f"{p.rank}: {p.ratio:.2f}{'≈' if abs(p.ratio - 1) <= p.noise else ''}"
-                for p in layer.points
-            )
-            faster = f"up to {max(pays)}" if pays else "never"
-            rows.append(
-                (name or "(the model itself)", f"{layer.rank}/{layer.full_rank}",
-                 _shown(layer.dense), cells, faster)
-            )  # fmt: skip
-        rows.append(("dense model", "", _shown(self.dense), "", ""))
-        rows.append(("extracted", "", _shown(self.predict()), "", "predicted"))
-        header = ("layer", "rank", "dense", "factored at rank, × dense", "factored pays")
-        return f"{table(header, rows, right=(1, 2))}\n{self.method}; ≈ within the noise"
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
-
-
-# -- measuring ---------------------------------------------------------------------------------
 
 
 def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
@@ -207,14 +52,14 @@ def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
     device = device_of(model)
     call = drawn_call(as_call(example), device)
     with in_mode(model, training=False), torch.inference_mode():
-        uses = _recorded_uses(model, call)
+        calls = _recorded_calls(model, call)
         dense = all_dense(model)
         variants: dict[Any, Callable[[], object]] = {_WHOLE: lambda: run(dense, call)}
         for name, layer in layers.items():
-            if uses[name]:
-                inputs = _drawn_inputs(uses[name], device)
+            if calls[name]:
+                inputs = _drawn_inputs(calls[name], device)
                 for rank in (_DENSE, *_grid(layer)):
-                    variants[name, rank] = _forward(layer, rank, uses[name], inputs)
+                    variants[name, rank] = _forward(layer, rank, calls[name], inputs)
         times = interleaved(variants, rounds=rounds)
     whole = statistics.median(times[_WHOLE])
     floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
@@ -256,45 +101,52 @@ def all_dense(model: nn.Module) -> nn.Module:
 
 
 class _AlwaysDense:
-    def choose(self, name: str, rank: int) -> Form:
+    def choose(self, name: str, rank: int) -> PlainForm:
         return "dense"
 
 
 @dataclass(frozen=True)
-class _Use:
+class _LayerCall:
     """One call of a layer in the forward: by the layer itself, or by a head that shares it."""
 
     head: SharedHead | None
-    input: Tensor
-    """On the meta device where only its shape and layout matter."""
+    inputs: tuple[Tensor, ...]
+    """On the meta device where only their shapes and layouts matter."""
 
 
-def _recorded_uses(model: nn.Module, call: Call) -> dict[str, list[_Use]]:
-    """Run the model once and note what each low-rank layer is called with."""
-    layers = require_low_rank(model)
-    uses: dict[str, list[_Use]] = {name: [] for name in layers}
-    name_of = {id(layer): name for name, layer in layers.items()}
-    handles = []
+def _recorded_calls(model: nn.Module, call: Call) -> dict[str, list[_LayerCall]]:
+    """Run the model once and note what each low-rank layer is called with.
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else next(iter(kwargs.values()))
-        layout = torch.empty_like(x, device="meta") if x.is_floating_point() else x.clone()
-        head = module if isinstance(module, SharedHead) else None
-        uses[name_of[id(module if head is None else head.embedding)]].append(_Use(head, layout))
+    Parts that a layer multiplies by itself are not called: deployed, they cost what dense ones do.
+    """
+    calls: dict[str, list[_LayerCall]] = {name: [] for name in require_low_rank(model)}
+    modules = dict(unwrapped(model).named_modules())
 
-    for module in model.modules():
-        if isinstance(module, LowRank | SharedHead):
-            handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+    def noting(use: Use) -> Callable[..., None]:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            layouts = (
+                torch.empty_like(x, device="meta") if x.is_floating_point() else x.clone()
+                for x in inputs
+            )
+            calls[use.owner].append(_LayerCall(use.head, tuple(layouts)))
+
+        return note
+
+    handles = [
+        modules[use.name].register_forward_pre_hook(noting(use), with_kwargs=True)
+        for use in uses_of(unwrapped(model))
+    ]
     try:
         run(model, call)
     finally:
         for handle in handles:
             handle.remove()
-    return uses
+    return calls
 
 
 def _break_even(layer: LowRank) -> int:
-    return layer.dense_weights // layer.weights(1) if layer.has_factored_form else 0
+    return 0 if layer.dense_only else layer.break_even
 
 
 def _grid(layer: LowRank) -> list[int]:
@@ -303,32 +155,32 @@ def _grid(layer: LowRank) -> list[int]:
     return sorted({max(top >> i, 1) for i in range(_POINTS)}) if top else []
 
 
-def _drawn_inputs(uses: list[_Use], device: torch.device) -> list[Tensor]:
-    """Return an input per use; floats of the same shape and layout share their memory."""
+def _drawn_inputs(calls: list[_LayerCall], device: torch.device) -> list[tuple[Tensor, ...]]:
+    """Return inputs for each call; floats of the same shape and layout share their memory."""
     generator = torch.Generator(device).manual_seed(0)
     memory: dict[Any, Tensor] = {}
-    inputs = []
-    for use in uses:
-        x = use.input
+
+    def filled(x: Tensor) -> Tensor:
         key = (x.shape, x.stride(), x.dtype) if x.is_meta else id(x)
         if key not in memory:
             memory[key] = drawn(x, device, generator)
-        inputs.append(memory[key])
-    return inputs
+        return memory[key]
+
+    return [tuple(map(filled, call.inputs)) for call in calls]
 
 
 def _forward(
-    layer: LowRank, rank: int, uses: list[_Use], inputs: list[Tensor]
+    layer: LowRank, rank: int, calls: list[_LayerCall], inputs: list[tuple[Tensor, ...]]
 ) -> Callable[[], None]:
     """Return what runs a plain form of the layer as often as one forward of the model does."""
-    form: Form = "dense" if rank == _DENSE else "factored"
-    plain = plain_form(layer, None if rank == _DENSE else min(rank, layer.rank), form)
-    heads = {id(use.head): use.head.plain(plain) for use in uses if use.head is not None}
-    steps = [heads.get(id(use.head), plain) for use in uses]
+    form: PlainForm = "dense" if rank == _DENSE else "factored"
+    plain = layer.plain(form, None if rank == _DENSE else min(rank, layer.rank))
+    heads = {id(call.head): call.head.plain(plain) for call in calls if call.head is not None}
+    steps = [heads.get(id(call.head), plain) for call in calls]
 
     def run_all() -> None:
-        for step, x in zip(steps, inputs, strict=True):
-            step(x)
+        for step, given in zip(steps, inputs, strict=True):
+            step(*given)
 
     return run_all
 
@@ -346,7 +198,7 @@ def _measured(
         dense = whole * statistics.median(ratios((name, _DENSE), _WHOLE))
         for rank in _grid(layer):
             over_dense = ratios((name, rank), (name, _DENSE))
-            points.append(Point(rank, statistics.median(over_dense), _scatter(over_dense)))
+            points.append(RankTiming(rank, statistics.median(over_dense), _scatter(over_dense)))
     return LayerLatency(layer.rank, layer.full_rank, _break_even(layer), dense, tuple(points))
 
 

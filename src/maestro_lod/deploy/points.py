@@ -4,40 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
-from maestro_lod.deploy.plot import svg
-from maestro_lod.deploy.replay import number
-from maestro_lod.errors import CheckpointError, OptionError, listed, nearest
-from maestro_lod.files import blaming, replacing
+from maestro_lod.deploy.limits import Limit, Point, limit_of, require_limits
+from maestro_lod.errors import CheckpointError, OptionError
+from maestro_lod.files import replacing, writing
+from maestro_lod.plot import svg
 from maestro_lod.table import table
+from maestro_lod.train.evaluate import require_number
 
 _FORMAT = "maestro-lod frontier 1"
-_LIMITS = ("max_params", "max_macs", "max_bytes", "max_latency", "min_accuracy")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One submodel: its ranks, how good it is, and what it costs deployed.
-
-    Costs are those of the form that `fuse` gives it: each layer dense or factored, whichever has
-    fewer parameters. What was not measured is None.
-    """
-
-    ranks: dict[str, int]
-    loss: float
-    accuracy: float | None
-    params: int
-    macs: int | None
-    bytes: int
-    """The size of all parameters and buffers."""
-    latency: float | None = None
-    """Seconds."""
 
 
 @dataclass(frozen=True)
@@ -145,42 +125,13 @@ class Frontier(Sequence[Point]):
             f"{shown(near, [limit.key for limit in checked])}."
         )
 
-    def _limits(self, given: Mapping[str, float | None]) -> list[_Limit]:
-        limits = [self._limit(key, value) for key, value in given.items() if value is not None]
-        if not limits:
-            raise OptionError(f"no limit was given. Give one or more of {listed(_LIMITS)}.")
-        return limits
-
-    def _limit(self, option: str, value: float) -> _Limit:
-        if option not in _LIMITS:
-            raise OptionError(
-                f"there is no limit {option!r}.{nearest(option, _LIMITS)} Limits: "
-                f"{listed(_LIMITS)}."
-            )
-        key, shown = option.partition("_")[2], f"{option}={value!r}"
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise OptionError(f"{shown} is no number.")
-        whole, bound = isinstance(value, numbers.Integral), float(value)
-        if any(getattr(p, key) is None for p in self.points):
-            how = {
-                "macs": "Give frontier(…) an example=.",
-                "latency": "Use with_latency(…).",
-                "accuracy": "Give frontier(…) an accuracy=.",
-            }[key]
-            raise OptionError(f"{shown} cannot be used: this frontier knows no {key}. {how}")
-        if key == "accuracy":
-            if not 0.0 <= bound <= 1.0:
-                raise OptionError(f"{shown} must be a share between 0 and 1.")
-        elif not 0.0 < bound < math.inf:
-            raise OptionError(f"{shown} must be a finite number above 0.")
-        elif key != "latency" and not whole:
-            if bound > 1.0:
-                raise OptionError(
-                    f"{shown}: a float is a share of the dense model's {key} and lies in (0, 1]. "
-                    "Give an int for a number."
-                )
-            bound *= getattr(self.dense, key)
-        return _Limit(key, bound, shown)
+    def _limits(self, given: Mapping[str, float | None]) -> list[Limit]:
+        require_limits(given)
+        return [
+            limit_of(key, value, self.points, self.dense)
+            for key, value in given.items()
+            if value is not None
+        ]
 
     def _shown(self, point: Point, key: str) -> str:
         value, dense = getattr(point, key), getattr(self.dense, key)
@@ -211,7 +162,7 @@ class Frontier(Sequence[Point]):
         """Return a copy whose points have latencies, in seconds, predicted from their ranks."""
 
         def seconds(value: object, what: str) -> float:
-            latency = number(value, what)
+            latency = require_number(value, what)
             if not 0.0 < latency < math.inf:
                 raise OptionError(f"{what} gave a latency of {latency!r} seconds.")
             return latency
@@ -291,18 +242,6 @@ class Frontier(Sequence[Point]):
         return table(header, rows, right=range(1, len(header)))
 
 
-@dataclass(frozen=True)
-class _Limit:
-    key: str
-    bound: float
-    shown: str
-
-    def excess(self, point: Point) -> float:
-        """Return by how much a point misses the limit, relative to it; not above 0 if it holds."""
-        value = float(getattr(point, self.key))
-        return self.bound - value if self.key == "accuracy" else value / self.bound - 1.0
-
-
 def _read_point(record: Mapping[str, Any]) -> Point:
     """Check every field: a damaged file must not become a model of the wrong size."""
     point = Point(**record)
@@ -319,5 +258,5 @@ def _read_point(record: Mapping[str, Any]) -> Point:
 
 
 def _write(path: Path, text: str) -> None:
-    with replacing(path) as place, blaming(path):
+    with replacing(path) as place, writing(path):
         place.write_text(text, encoding="utf-8")

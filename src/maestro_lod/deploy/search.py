@@ -15,74 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from torch import nn
-
-from maestro_lod.cost import DenseMacs, by_factors, count_params
+from maestro_lod.cost import Costs
 from maestro_lod.deploy.journal import Journal
 from maestro_lod.deploy.replay import Replay
 from maestro_lod.errors import OptionError
-from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.surgery import Form
 from maestro_lod.train.penalty import importance
 
 Submodel: TypeAlias = tuple[dict[str, int], float]
 """Ranks, and the loss there."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a deployed model costs; MACs are None if they were not counted."""
-
-    params: int
-    macs: int | None
-    bytes: int
-
-
-class Costs:
-    """What a model costs at any ranks, each layer dense where that has fewer parameters.
-
-    That is the form `fuse` gives it. MACs are those that the form really does: the weights of a
-    recurrent layer are multiplied out before they are used.
-    """
-
-    def __init__(self, model: nn.Module, macs: DenseMacs | None) -> None:
-        self._layers = low_rank_layers(model)
-        self._parts = by_factors(model)
-        self._positions = None if macs is None else macs.positions
-        params = count_params(model)
-        size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        for layer in self._layers.values():
-            more = layer.dense_weights - layer.weights()
-            params, size = params + more, size + more * layer.u.element_size()
-        self.dense = Cost(params, None if macs is None else macs.total, size)
-
-    def forms(self, ranks: Mapping[str, int]) -> dict[str, Form]:
-        """Return the form in which `fuse` leaves each layer at these ranks."""
-        return {name: layer.fused_form(ranks[name]) for name, layer in self._layers.items()}
-
-    def saved(self, name: str, rank: int, form: Form | None = None) -> Cost:
-        """Return what a layer at a rank costs less than dense, in a form or as `fuse` leaves it."""
-        layer, macs = self._layers[name], None
-        factored = (form or layer.fused_form(rank)) == "factored"
-        params = layer.dense_weights - layer.weights(rank) if factored else 0
-        if self._positions is not None:
-            macs = 0
-            if factored and layer.has_factored_form:
-                for key, part in self._parts[name].items():
-                    positions = self._positions[key]
-                    macs += part.dense_macs(positions) - part.macs(positions, rank)
-        return Cost(params, macs, params * layer.u.element_size())
-
-    def at(self, ranks: Mapping[str, int], forms: Mapping[str, Form] | None = None) -> Cost:
-        """Return what the model costs at these ranks, in these forms or as `fuse` leaves it."""
-        forms = forms or {}
-        saved = [self.saved(name, rank, forms.get(name)) for name, rank in ranks.items()]
-        dense = self.dense
-        return Cost(
-            params=dense.params - sum(part.params for part in saved),
-            macs=None if dense.macs is None else dense.macs - sum(p.macs or 0 for p in saved),
-            bytes=dense.bytes - sum(part.bytes for part in saved),
-        )
 
 
 @dataclass
@@ -125,7 +65,8 @@ class Search:
 
     def saved(self, name: str, rank: int) -> int:
         """Return what a layer at a rank saves of the cost that counts."""
-        saved: int = getattr(self.costs.saved(name, rank), self.cost)
+        dense, here = self.costs.layer(name, rank, "dense"), self.costs.layer(name, rank)
+        saved: int = getattr(dense - here, self.cost)
         return saved
 
     def gain(self, step: tuple[str, int]) -> int:

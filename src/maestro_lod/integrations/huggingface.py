@@ -21,8 +21,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from maestro_lod.checkpoint import load, save
 from maestro_lod.errors import CheckpointError, LayerError
-from maestro_lod.layers import SharedHead
 from maestro_lod.layers.ranks import Ranks, require_low_rank
+from maestro_lod.layers.uses import role_of
 
 # Not "model.safetensors": the stock loader would take it and initialize low-rank layers randomly.
 _WEIGHTS, _CONFIG, _GENERATION = "lod.safetensors", "config.json", "generation_config.json"
@@ -71,7 +71,7 @@ def _shares_head(model: nn.Module) -> bool:
     it is. Once it is built, its config must say that it is not: else transformers' `tie_weights`
     looks for the dense weight of the embedding. What is tied by then stays tied.
     """
-    return any(isinstance(module, SharedHead) for module in model.modules())
+    return any(role_of(module) == "shared" for module in model.modules())
 
 
 def from_pretrained(

@@ -28,11 +28,23 @@ class Attention(nn.Module):
     bias_v: nn.Parameter | None
     handed_over: tuple[str, ...] = ()
     """The names of what a user had put on torch's layer."""
+    applies_parts = False
 
     # What torch's transformer layers read to decide on their fast path, which needs dense weights.
     in_proj_weight = None
     in_proj_bias = None
     _qkv_same_embed_dim = False
+
+    @staticmethod
+    def obstacle(dense: nn.MultiheadAttention) -> str:
+        """Return why this layer must stay as it is, '' if nothing speaks against opening it."""
+        if type(dense.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
+            return f"its out_proj is a {type(dense.out_proj).__name__}"
+        packed = ["in_proj_weight"] if dense._qkv_same_embed_dim else []
+        for name in packed or ["q_proj_weight", "k_proj_weight", "v_proj_weight"]:
+            if dense._parameters.get(name) is None:
+                return "its weights are computed (weight norm, spectral norm, pruning, …)"
+        return ""
 
     def __init__(self, dense: nn.MultiheadAttention) -> None:
         """Take the options of `dense`, and views of its weights in `nn.Linear` projections."""
@@ -102,25 +114,13 @@ class Attention(nn.Module):
         )
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which must be given too.")
-        if not batched:
-            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        elif not self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        if key.shape[:2] != value.shape[:2]:
-            raise AssertionError(
-                f"key has batch and length {tuple(key.shape[:2])}, value {tuple(value.shape[:2])}"
-            )
+        if not batched and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        query, key, value = self._batch_first(batched, query, key, value)
         # as torch does, trust the hint where the mask is not needed otherwise
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._merged_mask(query, key, attn_mask, key_padding_mask)
-        q, k, v = self.q(query), self.k(key), self.v(value)
-        if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], dim=1)
-            v = torch.cat([v, self.bias_v.expand(v.shape[0], -1, -1)], dim=1)
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
-        if self.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))  # (N, heads, S + 1, head_dim)
+        q, k, v = self._projected(query, key, value)
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -136,6 +136,28 @@ class Attention(nn.Module):
         if not batched:
             return output[0], None if weights is None else weights[0]
         return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _batch_first(self, batched: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Give query, key and value the shape (N, length, width)."""
+        if not batched:
+            inputs = tuple(x.unsqueeze(0) for x in inputs)
+        elif not self.batch_first:
+            inputs = tuple(x.transpose(0, 1) for x in inputs)
+        of_key, of_value = (tuple(x.shape[:2]) for x in inputs[1:])
+        if of_key != of_value:
+            raise AssertionError(f"key has batch and length {of_key}, value {of_value}")
+        return inputs
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Project to heads (N, heads, length, head_dim), with what is attended to beside inputs."""
+        q, k, v = self.q(query), self.k(key), self.v(value)
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], dim=1)
+            v = torch.cat([v, self.bias_v.expand(v.shape[0], -1, -1)], dim=1)
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))  # (N, heads, S + 1, head_dim)
+        return q, k, v
 
     def _merged_mask(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, padding: Tensor | None

@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from maestro_lod.layers import few_channels
 from maestro_lod.layers.lowrank import LowRank, empty_like_weight, with_parameters
+from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,6 +90,9 @@ class _AnyConv(LowRank):
         return f"{shown}groups={self.groups}, {self._repr_rank()}"
 
 
+@register(nn.Conv1d)
+@register(nn.Conv2d)
+@register(nn.Conv3d)
 class LowRankConv(_AnyConv):
     """`nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` as v (k×k, to the active rank), then u (1×1)."""
 
@@ -124,8 +128,8 @@ class LowRankConv(_AnyConv):
             return [(total // 2, total - total // 2) for total in totals]
         return [(amount, amount) for amount in self.padding]
 
-    def positions_of(self, x: Tensor) -> int:
-        dims = self.dimensions
+    def positions_of(self, *inputs: Tensor) -> int:
+        (x,), dims = inputs, self.dimensions
         count = x.shape[0] if x.ndim == dims + 2 else 1
         for i, (before, behind) in enumerate(self._paddings()):
             reach = self.dilation[i] * (self.kernel_size[i] - 1)
@@ -145,11 +149,11 @@ class LowRankConv(_AnyConv):
         conv = _CONV[self.dimensions]
         return conv(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
-    def _apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._convolve(x, weight, self.bias)
+    def apply_weight(self, weight: Tensor, *inputs: Tensor) -> Tensor:
+        return self._convolve(inputs[0], weight, self.bias)
 
-    def _apply_factors(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        z = self._convolve(x, self._first(v), None)  # (N, groups · rank, *positions)
+    def apply_factors(self, u: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
+        z = self._convolve(inputs[0], self._first(v), None)  # (N, groups · rank, *positions)
         return _CONV[self.dimensions](z, self._pointwise(u), self.bias, groups=self.groups)
 
     def _compose(self, u: Tensor, v: Tensor) -> Tensor:
@@ -157,11 +161,11 @@ class LowRankConv(_AnyConv):
             return (u @ v.flatten(1)).view(-1, *v.shape[1:])
         return super()._compose(u, v)
 
-    def _to_weight(self, matrices: Tensor) -> Tensor:
+    def to_weight(self, matrices: Tensor) -> Tensor:
         into = self.in_channels // self.groups
         return matrices.reshape(self.out_channels, into, *self.kernel_size)
 
-    def _to_matrices(self, weight: Tensor) -> Tensor:
+    def to_matrices(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.groups, self.out_channels // self.groups, -1)
 
     def dense(self, rank: int | None = None) -> nn.Module:
@@ -183,11 +187,11 @@ class LowRankConv(_AnyConv):
         ).train(self.training)
 
 
+@register(nn.ConvTranspose1d)
+@register(nn.ConvTranspose2d)
+@register(nn.ConvTranspose3d)
 class LowRankConvTranspose(_AnyConv):
     """`nn.ConvTranspose1d/2d/3d` as v (1×1, to the active rank), then u (k×k, transposed)."""
-
-    called_with_output_size = False
-    """Set once a caller passed `output_size`, which only the dense plain form can take."""
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -211,7 +215,7 @@ class LowRankConvTranspose(_AnyConv):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if output_size is None:
             return super().forward(input)
-        self.called_with_output_size = True
+        self.dense_only = True  # no two plain layers can take it
         configured = self.output_padding
         torch_rule: Any = _ConvTransposeNd._output_padding  # which output sizes can be reached
         self.output_padding = tuple(
@@ -225,8 +229,8 @@ class LowRankConvTranspose(_AnyConv):
         finally:
             self.output_padding = configured
 
-    def positions_of(self, x: Tensor) -> int:
-        return x.numel() // self.in_channels
+    def positions_of(self, *inputs: Tensor) -> int:
+        return inputs[0].numel() // self.in_channels
 
     def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
         conv: Any = _CONV_TRANSPOSE[self.dimensions]
@@ -236,11 +240,11 @@ class LowRankConvTranspose(_AnyConv):
         )  # fmt: skip
         return y
 
-    def _apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._convolve(x, weight)
+    def apply_weight(self, weight: Tensor, *inputs: Tensor) -> Tensor:
+        return self._convolve(inputs[0], weight)
 
-    def _apply_factors(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        z = _CONV[self.dimensions](x, self._pointwise(self._first(v)), groups=self.groups)
+    def apply_factors(self, u: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
+        z = _CONV[self.dimensions](inputs[0], self._pointwise(self._first(v)), groups=self.groups)
         return self._convolve(z, self._second(u))  # z is (N, groups · rank, *positions)
 
     def _second(self, u: Tensor) -> Tensor:
@@ -250,20 +254,12 @@ class LowRankConvTranspose(_AnyConv):
         grouped = u.view(self.groups, -1, *u.shape[1:])  # (groups, out/groups, r, *k)
         return grouped.transpose(1, 2).flatten(0, 1)
 
-    def _to_weight(self, matrices: Tensor) -> Tensor:
+    def to_weight(self, matrices: Tensor) -> Tensor:
         out = self.out_channels // self.groups
         return matrices.mT.reshape(self.in_channels, out, *self.kernel_size)
 
-    def _to_matrices(self, weight: Tensor) -> Tensor:
+    def to_matrices(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.groups, self.in_channels // self.groups, -1).mT
-
-    @property
-    def has_factored_form(self) -> bool:
-        return not self.called_with_output_size
-
-    @property
-    def break_even(self) -> int:
-        return super().break_even if self.has_factored_form else -1
 
     def dense(self, rank: int | None = None) -> nn.Module:
         weight = self._compose(*self.truncated(rank))

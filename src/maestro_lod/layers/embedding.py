@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maestro_lod.layers.lowrank import LowRank, empty_like_weight
+from maestro_lod.layers.lowrank import LowRank, PlainForm, empty_like_weight
+from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+@register(nn.Embedding)
 class LowRankEmbedding(LowRank):
     """Looks up a row of u (num_embeddings, r) and multiplies it by v (r, embedding_dim)."""
 
@@ -45,6 +47,13 @@ class LowRankEmbedding(LowRank):
                 layer.u[padding] = 0.0
         return layer
 
+    @classmethod
+    def obstacle(cls, dense: Any) -> str:
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if value := getattr(dense, option):
+                return f"{option}={value} acts on rows of a dense weight"
+        return ""
+
     @property
     def num_embeddings(self) -> int:
         return self.u.shape[0]
@@ -54,13 +63,13 @@ class LowRankEmbedding(LowRank):
         return self.v.shape[1]
 
     def forward(self, input: Tensor) -> Tensor:
-        self._note_positions(input)
+        self.note_positions(input.numel())
         u, v = self._active_factors()
         output = F.embedding(input, u, self.padding_idx) @ v  # (..., r), then (..., embedding_dim)
         return output.to(v.dtype)  # autocast narrows products, but not look-ups
 
-    def positions_of(self, x: Tensor) -> int:
-        return x.numel()
+    def positions_of(self, *inputs: Tensor) -> int:
+        return inputs[0].numel()
 
     # A dense look-up multiplies nothing, so only parameters can be saved.
 
@@ -72,9 +81,6 @@ class LowRankEmbedding(LowRank):
 
     def executed_macs(self, positions: int, rank: int) -> int:
         return self.macs(positions, rank)
-
-    def dense_is_cheaper(self, rank: int | None = None, *, by: str = "params") -> bool:
-        return by != "params" or super().dense_is_cheaper(rank)
 
     def dense(self, rank: int | None = None) -> nn.Module:
         u, v = self.truncated(rank)
@@ -103,6 +109,7 @@ class SharedHead(nn.Module):
     where the head comes first.
     """
 
+    kind = "SharedHead"
     bias: nn.Parameter | None
     handed_over: tuple[str, ...] = ()
     """The names of what a user had put on the linear layer."""
@@ -138,8 +145,8 @@ class SharedHead(nn.Module):
     def rank(self) -> int:
         return self.embedding.rank
 
-    def positions_of(self, x: Tensor) -> int:
-        return x.numel() // self.embedding.embedding_dim
+    def positions_of(self, *inputs: Tensor) -> int:
+        return inputs[0].numel() // self.embedding.embedding_dim
 
     def macs(self, positions: int, rank: int | None = None) -> int:
         return positions * self.embedding.weights(rank)
@@ -147,14 +154,17 @@ class SharedHead(nn.Module):
     def dense_macs(self, positions: int) -> int:
         return positions * self.embedding.dense_weights
 
-    def fused_macs(self, positions: int, rank: int | None = None) -> int:
-        """Count the MACs of the form in which `fuse` leaves the head, that of its embedding."""
-        if self.embedding.dense_is_cheaper(rank):
+    def plain_macs(self, form: PlainForm, positions: int, rank: int) -> int:
+        if form == "dense":
             return self.dense_macs(positions)
-        return self.macs(positions, rank)
+        return self.macs(positions, max(rank, 1))  # rank 0 becomes one rank of zeros
 
     def executed_macs(self, positions: int, rank: int) -> int:
         return self.macs(positions, rank)
+
+    def copied_weights(self, form: PlainForm, rank: int) -> int:
+        """Count the scalars that plain layers hold twice: they want the small factor transposed."""
+        return 0 if form == "dense" else max(rank, 1) * self.embedding.embedding_dim
 
     def plain(self, embedding: nn.Module) -> nn.Module:
         """Return plain layers that share the weight of the embedding's plain form."""

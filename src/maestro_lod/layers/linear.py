@@ -9,11 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maestro_lod.layers.lowrank import LowRank, empty_like_weight, with_parameters
+from maestro_lod.layers.registry import register, registered_base
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+@register(nn.Linear)
+@register("transformers.models.falcon.modeling_falcon.FalconLinear")
+@register("torch_geometric.nn.dense.linear.Linear")
 class LowRankLinear(LowRank):
     """y = u·(v·x) + bias, at the active rank."""
 
@@ -22,14 +26,15 @@ class LowRankLinear(LowRank):
 
     @classmethod
     def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        assert isinstance(dense, nn.Linear)
-        out, into = dense.out_features, dense.in_features
+        weight = dense.weight
+        assert isinstance(weight, Tensor)
+        out, into = weight.shape
         rank = min(out, into) if rank is None else rank
         layer = cls(
             empty_like_weight(dense, out, rank),
             empty_like_weight(dense, rank, into),
             None if dense.bias is None else empty_like_weight(dense, out),
-            trainable=dense.weight.requires_grad,
+            trainable=weight.requires_grad,
         )
         return layer.train(dense.training)
 
@@ -41,14 +46,14 @@ class LowRankLinear(LowRank):
     def out_features(self) -> int:
         return self.u.shape[0]
 
-    def positions_of(self, x: Tensor) -> int:
-        return x.numel() // self.in_features
+    def positions_of(self, *inputs: Tensor) -> int:
+        return inputs[0].numel() // self.in_features
 
-    def _apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight, self.bias)
+    def apply_weight(self, weight: Tensor, *inputs: Tensor) -> Tensor:
+        return F.linear(inputs[0], weight, self.bias)
 
-    def _apply_factors(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        return F.linear(F.linear(x, v), u, self.bias)  # (..., rank), then (..., out)
+    def apply_factors(self, u: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
+        return F.linear(F.linear(inputs[0], v), u, self.bias)  # (..., rank), then (..., out)
 
     def dense(self, rank: int | None = None) -> nn.Module:
         u, v = self.truncated(rank)
@@ -71,6 +76,7 @@ class LowRankLinear(LowRank):
         )
 
 
+@register("transformers.pytorch_utils.Conv1D")
 class LowRankTransposedLinear(LowRankLinear):
     """A linear layer whose dense weight is stored as (in, out), as Hugging Face's `Conv1D` does."""
 
@@ -89,17 +95,17 @@ class LowRankTransposedLinear(LowRankLinear):
             empty_like_weight(dense, out),
             trainable=weight.requires_grad,
         )
-        layer._dense_type = type(dense)
+        layer._dense_type = registered_base(type(dense)) or type(dense)
         return layer.train(dense.training)
 
     @property
     def weight(self) -> Tensor:
         return super().weight.mT
 
-    def _to_weight(self, matrices: Tensor) -> Tensor:
+    def to_weight(self, matrices: Tensor) -> Tensor:
         return matrices[0].mT
 
-    def _to_matrices(self, weight: Tensor) -> Tensor:
+    def to_matrices(self, weight: Tensor) -> Tensor:
         return weight.mT[None]
 
     def dense(self, rank: int | None = None) -> nn.Module:

@@ -1,23 +1,20 @@
 """Recurrent layers over weights that are modules of their own.
 
-torch's recurrent kernels take dense weights, so the factors are multiplied out once per call, for
-the whole sequence: training finds the ranks and files hold only the factors, but a step is not
-cheaper than a dense one.
+torch's recurrent kernels take dense weights. While training, factors are multiplied out once per
+call, for the whole sequence: training finds the ranks, but a step is not cheaper than a dense one.
+A deployed layer multiplies them out once, when it is first used, and again only if they change: its
+parameters and its file are the factors', its time that of a dense layer. The file imports torch
+alone, so that an extracted model needs no more than these classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-
-from maestro_lod.layers.lowrank import LowRank, empty_like_weight
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Matrix(nn.Module):
@@ -30,40 +27,19 @@ class Matrix(nn.Module):
         self.weight = weight
 
 
-class LowRankMatrix(LowRank):
-    """A weight matrix u·v that another module multiplies by; it has no forward of its own."""
+class Product(nn.Module):
+    """A weight matrix u·v that another module multiplies by."""
 
-    kind = "Matrix"
+    bias = None
 
-    @classmethod
-    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        assert isinstance(dense, Matrix)
-        m, n = dense.weight.shape
-        rank = min(m, n) if rank is None else rank
-        layer = cls(
-            empty_like_weight(dense, m, rank),
-            empty_like_weight(dense, rank, n),
-            None,
-            trainable=dense.weight.requires_grad,
-        )
-        return layer.train(dense.training)
+    def __init__(self, u: nn.Parameter, v: nn.Parameter) -> None:
+        super().__init__()
+        self.u, self.v = u, v  # (m, r), (r, n)
 
     @property
-    def has_factored_form(self) -> bool:
-        return False  # torch's recurrent kernels take dense weights
-
-    def dense_is_cheaper(self, rank: int | None = None, *, by: str = "params") -> bool:
-        return by != "params" or super().dense_is_cheaper(rank)
-
-    def executed_macs(self, positions: int, rank: int) -> int:
-        return (positions + rank) * self.dense_weights
-
-    def dense(self, rank: int | None = None) -> nn.Module:
-        u, v = self.truncated(rank)
-        return Matrix(nn.Parameter(u @ v, self.trainable[0])).train(self.training)
-
-    def extra_repr(self) -> str:
-        return f"{self.u.shape[0]}, {self.v.shape[1]}, {self._repr_rank()}"
+    def weight(self) -> Tensor:
+        """The matrix itself, multiplied out anew each time."""
+        return self.u @ self.v
 
 
 class Recurrent(nn.Module):
@@ -71,6 +47,13 @@ class Recurrent(nn.Module):
 
     handed_over: tuple[str, ...] = ()
     """The names of what a user had put on torch's layer."""
+    applies_parts = True
+
+    @staticmethod
+    def obstacle(dense: nn.RNNBase) -> str:
+        """Return why this layer must stay as it is, '' if nothing speaks against opening it."""
+        names = [name for names in dense._all_weights for name in names]
+        return _computed_weights(dense, names)
 
     def __init__(self, dense: nn.RNNBase) -> None:
         """Take the options and parameters of `dense`; its weights become `Matrix` modules."""
@@ -83,6 +66,7 @@ class Recurrent(nn.Module):
         # torch's own layer, without memory of its own, does the work on weights it is handed;
         # a tuple keeps its parameters out of this module's
         self._engine = (_without_memory(dense),)
+        self._ready: tuple[Any, nn.RNNBase] | None = None  # of which weights, and their product
         self.train(dense.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -102,20 +86,50 @@ class Recurrent(nn.Module):
         else:
             super().__setattr__(name, value)
 
-    def positions_of(self, x: Tensor | PackedSequence) -> int:
+    def positions_of(self, *inputs: Any) -> int:
         """Count the steps of all sequences: each weight is applied at each of them."""
-        return x.data.numel() // x.data.shape[-1]
+        x: Tensor = inputs[0].data  # of a packed sequence, or the tensor itself
+        return x.numel() // x.shape[-1]
 
     def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> Any:
         positions = self.positions_of(input)
-        values: dict[str, Tensor] = dict(self._parameters.items())  # type: ignore[arg-type]
-        for name, matrix in self._modules.items():
-            assert matrix is not None
-            values[name] = matrix.weight  # type: ignore[assignment]
-            if isinstance(matrix, LowRank):
-                matrix.positions = positions
+        for matrix in self._modules.values():
+            if hasattr(matrix, "note_positions"):
+                matrix.note_positions(positions)  # type: ignore[union-attr, operator]
+        if self._can_keep_weights():
+            return self._with_weights().train(self.training)(input, hx)
         engine = self._engine[0].train(self.training)
-        return torch.func.functional_call(engine, values, (input, hx))
+        return torch.func.functional_call(engine, dict(self._weights()), (input, hx))
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all parameters that torch's layer has, factors multiplied out."""
+        yield from self._parameters.items()  # type: ignore[misc]
+        for name, matrix in self._modules.items():
+            yield name, matrix.weight  # type: ignore[union-attr, misc]
+
+    def _can_keep_weights(self) -> bool:
+        """Say whether this is a deployed layer that just runs: nobody asks for gradients."""
+        return (
+            not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+            and all(type(matrix) in (Matrix, Product) for matrix in self._modules.values())
+        )
+
+    def _with_weights(self) -> nn.RNNBase:
+        """Return torch's layer with the weights as they are now, kept until they change."""
+        versions = [
+            (p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters()
+        ]
+        if self._ready is None or self._ready[0] != versions:
+            ready = _without_memory(self._engine[0])
+            for name, weight in self._weights():
+                setattr(ready, name, nn.Parameter(weight.detach(), requires_grad=False))
+            self._ready = versions, ready
+        return self._ready[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": None}  # copies and files hold the factors alone
 
     def closed(self, parts: Mapping[str, nn.Module]) -> nn.RNNBase | None:
         """Return torch's own layer over these weights, None unless all are dense."""
@@ -133,12 +147,18 @@ class Recurrent(nn.Module):
         return str(self._engine[0])
 
 
+def _computed_weights(dense: nn.Module, names: list[str]) -> str:
+    if any(dense._parameters.get(name) is None for name in names):
+        return "its weights are computed (weight norm, spectral norm, pruning, parametrized)"
+    return ""
+
+
 def _copied(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
 
 
 def _without_memory(dense: nn.RNNBase) -> nn.RNNBase:
-    kind: Any = type(dense)
+    kind: Any = next(kind for kind in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(dense, kind))
     options: dict[str, Any] = {"nonlinearity": dense.nonlinearity} if kind is nn.RNN else {}
     if kind is nn.LSTM:
         options["proj_size"] = dense.proj_size

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maestro_lod.cost import Ledger, by_factors, count_params
-from maestro_lod.errors import OptionError, listed, nearest, require_whole
+from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.penalty import importance
+from maestro_lod.train.strength import Budget
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _GRAIN = 8192  # steps into which a budget is divided to choose ranks within it
 
 
 @dataclass
-class Budget:
+class Steering:
     """Steers the λ of one training towards a limit on the params or MACs of the deployed model."""
 
     kind: str
@@ -68,44 +68,34 @@ class Budget:
     """waiting (for the first epoch) → pressing → holding (until the epoch ends) → landed."""
 
     @classmethod
-    def of(
-        cls, given: Mapping[str, float], model: nn.Module, ledger: Ledger, min_rank: int = 1
-    ) -> Budget:
-        """Check what a user gave: {"params" or "macs": share or count, "steps": optional count}."""
-        if not isinstance(given, Mapping):
-            raise OptionError(f'budget={given!r} is no mapping, such as {{"params": 0.2}}.')
-        known = ("params", "macs", "steps")
-        for key in given:
-            if key not in known:
-                raise OptionError(
-                    f"budget has no {key!r}.{nearest(str(key), known)} It has {listed(known)}."
-                )
-        kinds = [kind for kind in ("params", "macs") if kind in given]
-        if len(kinds) != 1:
-            raise OptionError('budget needs either "params" or "macs", such as {"params": 0.2}.')
-        kind, value = kinds[0], given[kinds[0]]
-        dense = ledger.dense_params if kind == "params" else ledger.dense_macs
+    def towards(
+        cls, budget: Budget, model: nn.Module, ledger: Ledger, min_rank: int = 1
+    ) -> Steering:
+        """Return the steering at its start, or refuse a budget that no ranks can keep."""
+        dense = ledger.dense_params if budget.kind == "params" else ledger.dense_macs
         if dense is None:
             raise OptionError("a budget of MACs needs an example of the input: LoD(…, example=x).")
-        limit = _limit(kind, value, dense)
-        costs = Costs.of(model, ledger, kind)
-        smallest = costs.rest + sum(
-            min(costs.layer(name, rank) for rank in choice)
+        limit = budget.limit(dense)
+        costs = ledger.costs(model)
+        smallest = getattr(costs.rest, budget.kind) + sum(
+            min(getattr(costs.layer(name, rank), budget.kind) for rank in choice)
             for name, choice in _choices(model, min_rank).items()
         )
         if limit < smallest:
             raise OptionError(
-                f"{_said(kind, value)} is too small: rank {min_rank} in every layer that is "
-                f"trained already needs {smallest:,}, a share of "
-                f"{math.ceil(1e4 * smallest / dense) / 1e4}. Give at least that."
+                f"{budget} is too small: rank {min_rank} in every layer that is trained already "
+                f"needs {smallest:,}, a share of {math.ceil(1e4 * smallest / dense) / 1e4}. Give "
+                "at least that."
             )
-        budget = cls(kind, limit, limit / dense, min_rank, None)
-        if (steps := given.get("steps")) is not None:
-            steps = require_whole("budget steps", steps)  # type: ignore[arg-type]
-            if steps == 0:
-                raise OptionError("budget steps=0 must be at least 1.")
-            budget.plan(steps)
-        return budget
+        steering = cls(budget.kind, limit, limit / dense, min_rank, None)
+        if budget.steps is not None:
+            steering.plan(int(budget.steps))
+        return steering
+
+    @property
+    def healing(self) -> bool:
+        """Whether the model fits its budget: every other step then trains it whole."""
+        return self.phase in ("holding", "landed")
 
     def plan(self, steps: int) -> None:
         """Begin to press now, and fit after so many optimizer steps."""
@@ -136,11 +126,12 @@ class Budget:
 
     def _look(self, model: nn.Module, ledger: Ledger) -> None:
         assert self.steps is not None
-        lasting, costs = lasting_ranks(model), Costs.of(model, ledger, self.kind)
-        if costs.deployed(lasting) <= _CLOSE * self.limit:
+        lasting, costs = lasting_ranks(model), ledger.costs(model)
+        if getattr(costs.at(lasting), self.kind) <= _CLOSE * self.limit:
             self.land(model, ledger)
             return
-        behind = math.log(costs.factored(lasting) / self.limit)
+        as_factors = costs.at(lasting, dict.fromkeys(lasting, "factored"))
+        behind = math.log(getattr(as_factors, self.kind) / self.limit)
         if self.start is None:
             self.start, self.pace = behind, _typical_norm(model) / self.steps
         above = behind - self.start * (1 - self.step / self.steps)
@@ -152,25 +143,33 @@ class Budget:
 
     def land(self, model: nn.Module, ledger: Ledger) -> None:
         """End the pressure: choose the ranks to keep and set all others to zero, in place."""
-        if self.phase in ("holding", "landed"):
+        if self.healing:
             return
         self.phase, self.penalty = "holding", 0.0
-        costs = Costs.of(model, ledger, self.kind)
+        costs, choices = ledger.costs(model), _choices(model, self.min_rank)
         self.ranks = fitting_ranks(
-            importance(model), _choices(model, self.min_rank), costs, self.limit
+            importance(model),
+            choices,
+            lambda name, rank: getattr(costs.layer(name, rank), self.kind),
+            limit=self.limit,
+            rest=getattr(costs.rest, self.kind),
         )
         _clear(model, self.ranks)
         logger.info(
             "the model fits its budget: %.1f %% of %s=%d",
-            100 * costs.deployed(self.ranks) / self.limit, self.kind, self.limit,
+            100 * getattr(costs.at(self.ranks), self.kind) / self.limit, self.kind, self.limit,
         )  # fmt: skip
 
-    def end_epoch(self, model: nn.Module) -> dict[str, int]:
-        """Return the ranks to cut to; make the plan if this was the first epoch."""
+    def end_epoch(self, model: nn.Module, unmoved: Mapping[str, int]) -> dict[str, int]:
+        """Return the ranks to cut to; make the plan if this was the first epoch.
+
+        While the model is pressed, no layer is cut below its ranks that have not moved yet.
+        """
         if self.phase == "waiting":
             self.plan(max(1, self.epochs * self.step))
         elif self.phase == "pressing":
-            return {name: choice[-1] for name, choice in _choices(model, self.min_rank).items()}
+            choices = _choices(model, self.min_rank)
+            return {name: max(c[-1], unmoved.get(name, 0)) for name, c in choices.items()}
         elif self.phase == "holding":
             self.phase = "landed"
             return self.ranks
@@ -183,69 +182,6 @@ class Budget:
         """Restore a saved state; the limit is that of the saved one."""
         for entry in fields(self):
             setattr(self, entry.name, state[entry.name])
-
-
-def _limit(kind: str, value: float, dense: int) -> int:
-    """Turn a share of the dense model, up to 1, or a count above 1, into a count."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf or (value > 1 and value != round(value, 0)):
-        raise OptionError(
-            f"budget {kind}={value!r} must be a share of dense between 0 and 1, or a whole count."
-        )
-    limit = round(value * dense) if value <= 1 else int(value)
-    if limit >= dense:
-        raise OptionError(
-            f"{_said(kind, value)} is not below the dense model's {dense:,}: nothing would have to "
-            "shrink. Give a share below 1 or a smaller count."
-        )
-    return limit
-
-
-def _said(kind: str, value: float) -> str:
-    return f"budget {kind}={value}" if value <= 1 else f"budget {kind}={int(value):,}"
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What ranks cost, in params or MACs: Σ over layers, plus what is not low-rank."""
-
-    per_rank: dict[str, int]
-    dense: dict[str, int]
-    break_even: dict[str, int]
-    """The largest rank at which a layer is deployed factored."""
-    rest: int
-
-    @classmethod
-    def of(cls, model: nn.Module, ledger: Ledger, kind: str) -> Costs:
-        """Read the costs off a low-rank model."""
-        layers = low_rank_layers(model)
-        break_even = {name: layer.break_even for name, layer in layers.items()}
-        if kind == "params":
-            dense = {name: layer.dense_weights for name, layer in layers.items()}
-            per_rank = {name: layer.weights(1) for name, layer in layers.items()}
-            rest = count_params(model) - sum(layer.weights() for layer in layers.values())
-            return cls(per_rank, dense, break_even, rest)
-        assert ledger.dense_macs is not None
-        per_rank, dense = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
-        for name, parts in by_factors(model).items():
-            if layers[name].has_factored_form:  # the others have the dense MACs at every rank
-                for key, part in parts.items():
-                    dense[name] += part.dense_macs(ledger.positions[key])
-                    per_rank[name] += part.macs(ledger.positions[key], 1)
-        return cls(per_rank, dense, break_even, ledger.dense_macs - sum(dense.values()))
-
-    def factored(self, ranks: Mapping[str, int]) -> int:
-        """Return the cost with every layer factored."""
-        return self.rest + sum(self.per_rank[name] * rank for name, rank in ranks.items())
-
-    def layer(self, name: str, rank: int) -> int:
-        """Return the cost of one layer in the form that `fuse` and `extract` give it."""
-        dense = rank > self.break_even[name]
-        return self.dense[name] if dense else self.per_rank[name] * rank
-
-    def deployed(self, ranks: Mapping[str, int]) -> int:
-        """Return the cost with each layer in the form that `fuse` and `extract` give it."""
-        return self.rest + sum(self.layer(name, rank) for name, rank in ranks.items())
 
 
 def lasting_ranks(model: nn.Module) -> dict[str, int]:
@@ -269,28 +205,32 @@ def _choices(model: nn.Module, min_rank: int) -> dict[str, range]:
 
 
 def fitting_ranks(
-    values: Mapping[str, Tensor], choices: Mapping[str, range], costs: Costs, limit: int
+    values: Mapping[str, Tensor],
+    choices: Mapping[str, range],
+    cost_of: Callable[[str, int], int],
+    *,
+    limit: int,
+    rest: int = 0,
 ) -> dict[str, int]:
     """Return the ranks within the limit, and using nearly all of it, that lose the least.
 
-    A layer keeps 1 - (importance of what goes / importance of all)², the model the product of that
-    over its layers. All combinations are compared: layer by layer, the least loss is noted for
-    every cost that can be reached.
+    `cost_of(name, rank)` says what a layer costs, `rest` what is not low-rank. A layer keeps
+    1 - (importance of what goes / importance of all)², the model the product of that over its
+    layers. All combinations are compared: layer by layer, the least loss is noted for every cost
+    that can be reached.
     """
-    room = limit - costs.rest
+    room = limit - rest
     grain = max(1, math.ceil(room / _GRAIN))
     places = room // grain + 1
     least = torch.full((places,), math.inf, device="cpu")
     least[0] = 0.0
     ways = []
     for name, choice in choices.items():
-        tails = F.pad(values[name].double().cpu(), (0, 1))
-        kept = 1 - (tails / tails[0].clamp(min=1e-300)).square()
-        losses = -kept.clamp(min=1e-12).log()
+        losses = _losses(values[name])
         best = torch.full_like(least, math.inf)
         way = torch.zeros(places, dtype=torch.int64, device="cpu")
         for rank in choice:
-            moved = math.ceil(costs.layer(name, rank) / grain)
+            moved = math.ceil(cost_of(name, rank) / grain)
             if moved < places:
                 new = least[: places - moved] + float(losses[rank])
                 better = new <= best[moved:]
@@ -298,15 +238,26 @@ def fitting_ranks(
                 way[moved:][better] = rank
         least = best
         ways.append(way)
-    full = max(0, math.ceil((_FULL * limit - costs.rest) / grain))
-    place = full + int(least[full:].argmin())
-    if not least[place].isfinite():
-        place = int(least.argmin())
+    place = _best_place(least, math.ceil((_FULL * limit - rest) / grain))
     ranks: dict[str, int] = {}
     for name, way in zip(reversed([*choices]), reversed(ways), strict=True):
         ranks[name] = int(way[place])
-        place -= math.ceil(costs.layer(name, ranks[name]) / grain)
+        place -= math.ceil(cost_of(name, ranks[name]) / grain)
     return ranks
+
+
+def _losses(importance: Tensor) -> Tensor:
+    """Return what a layer loses if it keeps 0, 1, … ranks, as a negative logarithm."""
+    tails = F.pad(importance.double().cpu(), (0, 1))
+    kept = 1 - (tails / tails[0].clamp(min=1e-300)).square()
+    return -kept.clamp(min=1e-12).log()
+
+
+def _best_place(least: Tensor, full: int) -> int:
+    """Return the cost with the least loss, of those that use the budget if there is one."""
+    full = max(0, full)
+    place = full + int(least[full:].argmin())
+    return place if bool(least[place].isfinite()) else int(least.argmin())
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_leaves
 
 from maestro_lod.errors import OptionError
@@ -85,6 +86,11 @@ class Score:
 def sums(loss: Loss) -> bool:
     """Say whether a loss is a sum over the batch; one that does not say so is a mean."""
     return getattr(loss, "reduction", "mean") == "sum"
+
+
+def to_evaluate(loss: Loss) -> Loss:
+    """Return what to judge by after training with a loss: itself, or plain cross-entropy."""
+    return CrossEntropy() if isinstance(loss, CrossEntropy) else loss
 
 
 def hits_of(output: Any, target: Any) -> Tensor | None:
@@ -211,3 +217,39 @@ def recalibrate(
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
     return used
+
+
+@contextmanager
+def batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Evaluate a model inside: no gradients, no dropout, norms that look at the batch alone.
+
+    Running statistics mix those of many submodels and fit none of them. Modes and running
+    statistics are as before afterwards, whatever happens.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    norms = [module for module, _ in modes if isinstance(module, _NormBase)]
+    statistics = [(b, b.clone()) for norm in norms for b in norm.buffers(recurse=False)]
+    try:
+        for module, _ in modes:
+            module.training = isinstance(module, _NormBase)
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            for buffer, before in statistics:
+                buffer.copy_(before)
+
+
+def require_number(value: object, source: str) -> float:
+    """Return what a user's function gave as a float, or refuse what is not one number."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, numbers.Real):
+        return float(value)
+    shape = f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
+    what = shape or type(value).__name__
+    raise OptionError(
+        f"{source} returned a {what}. Return one number, such as a mean over a batch."
+    )

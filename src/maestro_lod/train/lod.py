@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 import logging
-import math
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map_only
 
-from maestro_lod.cost import Call, Example, Ledger
+from maestro_lod.calls import Example
 from maestro_lod.errors import (
     LayerError,
     OptionError,
     TrainingError,
     listed,
+    require_bool,
     require_nonnegative,
     require_whole,
 )
 from maestro_lod.layers.lowrank import LowRank
-from maestro_lod.layers.ranks import activated, require_all_active, require_low_rank, unwrapped
-from maestro_lod.train.budget import Budget
-from maestro_lod.train.penalty import prox_layers_, weighted_group_lasso
-from maestro_lod.train.pressure import penalty_for
+from maestro_lod.layers.ranks import require_all_active, require_low_rank, unwrapped
+from maestro_lod.train.budget import Steering
+from maestro_lod.train.distillation import require_class_scores, soft_cross_entropy
+from maestro_lod.train.finite import require_finite_loss, require_finite_parameters
+from maestro_lod.train.ledger import Ledger
+from maestro_lod.train.method import RunPlan
+from maestro_lod.train.rank_penalty import RankPenalty
+from maestro_lod.train.record import MethodRecord
 from maestro_lod.train.sampling import RankSampler
 from maestro_lod.train.shrink import (
-    clear_moments,
     cut,
     ranks_above,
     require_averaged,
     require_optimizer,
     require_unwrapped,
+    unmoved_ranks,
 )
+from maestro_lod.train.steps import SampledSteps
+from maestro_lod.train.strength import Budget, Strength, require_strength
 
 logger = logging.getLogger(__name__)
 
@@ -57,23 +59,13 @@ class LoD:
     ...         optimizer.zero_grad()
     ...     train.end_epoch()
 
-    `penalty` is λ; `threshold` the importance at or below which ranks are removed; `sampling` a
-    strategy of `RankSampler`; `proximal` replaces the penalty's gradient by its exact proximal
-    step after every `optimizer.step()`, which reaches zero under any optimizer; `shrink=False`
-    never removes ranks; `full_pass` adds a pass at full rank to every step, and `distill` then
-    trains the sampled pass on its predictions: both go through `backward`. `ema` is an averaged
-    copy that shrinks along. `example` is an input of the model for the ledger's MACs; without one
-    the first batch is looked at, unless the model is compiled.
-
-    `budget={"params": 0.2}` (or "macs", which need an `example`; a share of dense or a count)
-    steers λ instead, in proximal mode and whatever the threshold, until the deployed model is
-    within the budget and close to it; from then on there is no penalty, the ranks stay, and the
-    weights heal: every other step trains the whole model. "steps" in it says after how many
-    optimizer steps the model fits. Without it `fit` plans half of its run; in a loop of your own
-    the first epoch is trained without pressure, and the model fits eight epochs later.
-
-    `pressure=64` sets λ in units that mean about the same for every model; see `penalty_for`. It
-    needs to know how long training lasts: `steps`, optimizer steps, which `fit` fills in.
+    `penalty` is λ, a `Pressure`, or a `Budget` to land on; `threshold` the importance at or below
+    which ranks are removed, None to remove none; `sampling` a strategy of `RankSampler`; `proximal`
+    replaces the penalty's gradient by its exact proximal step after every `optimizer.step()`, which
+    reaches zero under any optimizer; `full_pass` adds a pass at full rank to every step, and
+    `distill` then trains the sampled pass on its predictions: both go through `backward`. `ema` is
+    an averaged copy that shrinks along. `example` is an input of the model for the ledger's MACs;
+    without one the first batch is looked at, unless the model is compiled.
     """
 
     def __init__(
@@ -81,84 +73,72 @@ class LoD:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        penalty: float = 0.0,
-        threshold: float = 1e-7,
+        penalty: Strength = 0.0,
+        threshold: float | None = 1e-7,
         seed: int = 0,
         sampling: str = "pairs",
         proximal: bool = False,
-        shrink: bool = True,
         min_rank: int = 0,
         full_pass: bool = False,
         distill: bool = False,
         ema: AveragedModel | None = None,
         example: Example | None = None,
-        budget: Mapping[str, float] | None = None,
-        pressure: float = 0.0,
-        steps: float | None = None,
     ) -> None:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise LayerError(
-                "LoD was given a DistributedDataParallel wrapper. Give it the inner model, "
-                "LoD(ddp.module, …), and wrap anew after each end_epoch()."
-            )
-        if distill and not full_pass:
-            raise OptionError("distill=True needs the full pass as its teacher: full_pass=True.")
-        if budget is not None and (penalty or not shrink):
-            raise OptionError(
-                "a budget steers the penalty itself and needs shrink=True: leave penalty= and "
-                "shrink= out."
-            )
-        if require_nonnegative("pressure", pressure) and (penalty or budget is not None):
-            other = "penalty" if penalty else "budget"
-            raise OptionError(f"pressure={pressure:g} sets the penalty itself: leave {other}= out.")
-        if steps is not None and not pressure:
-            raise OptionError(f"steps={steps!r} is for pressure=, which is not given.")
-        self.model = unwrapped(model)
+        _require_inner_model(model)
+        for option, value in (
+            ("proximal", proximal),
+            ("full_pass", full_pass),
+            ("distill", distill),
+        ):
+            require_bool(option, value)
+        strength = require_strength(penalty)
+        budget = isinstance(strength, Budget)
+        _require_consistent(budget, threshold, full_pass, distill)
+        self.model, self.optimizer = unwrapped(model), optimizer
         require_all_active(self.model, "training")
-        self.optimizer = optimizer
-        self.penalty = require_nonnegative("penalty", penalty)
-        self.threshold = require_nonnegative("threshold", threshold)
-        self.min_rank = max(require_whole("min_rank", min_rank), 0 if budget is None else 1)
-        self.proximal, self.shrink, self.ema = proximal or budget is not None, shrink, ema
-        self.full_pass, self.distill = full_pass, distill
+        self.threshold = None if threshold is None else require_nonnegative("threshold", threshold)
+        self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
+        self.full_pass, self.distill, self.ema = full_pass, distill, ema
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
         require_optimizer(self.model, optimizer)
         if ema is not None:
             require_averaged(ema)
         self.ledger = Ledger.of(self.model, example)
-        self.budget = (
-            None if budget is None else Budget.of(budget, self.model, self.ledger, self.min_rank)
+        self._penalty = RankPenalty(
+            strength, self.model, optimizer, self.ledger, proximal=proximal, min_rank=self.min_rank
         )
-        self.pressure = pressure
-        if pressure and steps is not None:
-            self.expect(steps)
+        self.proximal = self._penalty.proximal
         self.epoch = 0
-        self._layers = require_low_rank(self.model)
-        self._steps = self._forwards = self._whole = 0  # in this epoch
-        self._last_sampled: LowRank | None = None
-        self._call: Call | None = None
-        self._in_step = False
-        self._example_hook: Any = None
-        self._warned_of_floor = False
-        if example is None:
-            self._watch_for_example()
-        if self.proximal:
-            self._watch_optimizer()
+        self._layers = _require_ranks_to_train(self.model, self.min_rank)
+        self._unmoved = unmoved_ranks(self.model)
+        self._steps = SampledSteps(
+            self.model, optimizer, self.sampler, note_example=example is None
+        )
+
+    @property
+    def penalty(self) -> float:
+        """λ as it is now."""
+        return self._penalty.value
+
+    @penalty.setter
+    def penalty(self, value: float) -> None:
+        self._penalty.value = require_nonnegative("penalty", value)
+
+    @property
+    def steering(self) -> Steering | None:
+        """How a budget is approached, if there is one."""
+        return self._penalty.steering
 
     @property
     def history(self) -> list[dict[str, int]]:
         """The ranks that were in force in each finished epoch."""
         return [epoch.ranks for epoch in self.ledger.epochs]
 
-    def expect(self, steps: float) -> None:
-        """Set λ to the pressure for a training of so many optimizer steps; once, at its start.
-
-        Where learning rates will change, it is the sum of their shares of the present ones.
-        """
-        if self.pressure and not self.penalty:
-            self.penalty = penalty_for(
-                self.pressure, self.model, self.optimizer, steps, proximal=self.proximal
-            )
+    def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
+        """Learn how long training lasts, where λ depends on it; `fit` calls this."""
+        if self.optimizer is not optimizer or self.model is not unwrapped(model):
+            raise OptionError("LoD was made for another model or optimizer than fit was given.")
+        self._penalty.start(plan)
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -169,46 +149,38 @@ class LoD:
         The block must cover forward and backward: activation checkpointing runs the forward again.
         Yields what was drawn.
         """
-        if self.full_pass:
-            raise OptionError("full_pass=True needs two passes: use backward(forward, loss).")
-        with self._sampled() as drawn:
+        with self._steps.one(healing=self._healing(passes=1)) as drawn:
             yield drawn
 
-    @contextmanager
-    def _sampled(self) -> Iterator[dict[str, int]]:
-        self._require_finite_weights()
-        if self.pressure and not self.penalty:
-            raise OptionError(
-                f"pressure={self.pressure:g} needs to know how long training lasts: "
-                "LoD(…, steps=epochs * len(loader)), or train with fit()."
-            )
-        drawn = self.sampler.sample()
-        if self._healing and self._steps % 2:
-            drawn = {name: self._layers[name].rank for name in drawn}
-            self._whole += 1
-        layers = {self._layers[name]: rank for name, rank in drawn.items()}
-        for layer in layers:
-            layer.__dict__["positions"] = None  # past nn.Module's slow setattr
-        self._in_step = True
-        try:
-            with activated(layers):
-                yield drawn
-        finally:
-            self._in_step = False
-        self._steps += 1
-        self._forwards += any(layer.positions is not None for layer in layers)
-        self._last_sampled = next(iter(layers))
+    def begin_step(self) -> dict[str, int]:
+        """Draw the ranks of one step, keep them active until `end_step()`, and return them.
 
-    @property
-    def _healing(self) -> bool:
-        """Whether the model fits its budget: every other step then trains it whole."""
-        return self.budget is not None and self.budget.phase in ("holding", "landed")
+        For trainers that call back at the beginning and end of a step.
+        """
+        return self._steps.begin(healing=self._healing(passes=1))
+
+    def end_step(self) -> None:
+        """Make all ranks active again, after forward and backward of a step that was begun."""
+        self._steps.end()
+
+    def _healing(self, passes: int) -> bool:
+        """Say whether the model heals, or refuse a step that cannot be done in so many passes."""
+        if self.full_pass and passes == 1:
+            raise OptionError("full_pass=True needs two passes: use backward(forward, loss).")
+        self._penalty.begin_step()
+        return self._penalty.healing
 
     def penalty_loss(self) -> Tensor:
         """Return λ times the group lasso, to be added to the loss; zero in proximal mode."""
-        if self.proximal or self.penalty == 0.0:
-            return next(iter(self._layers.values())).u.new_zeros(())
-        return weighted_group_lasso(self._layers.values(), self.penalty)
+        return self._penalty.loss()
+
+    def add_penalty_gradients(self) -> None:
+        """Add the gradients of `penalty_loss()` to those that are there, in place of adding it.
+
+        Once per optimizer step: after the last backward, whatever was accumulated, and before
+        gradients are clipped.
+        """
+        self._penalty.add_gradients()
 
     def backward(
         self,
@@ -232,276 +204,193 @@ class LoD:
         if self.full_pass:
             output = forward()
             if self.distill and soft_loss is None:
-                _require_class_scores(output)
-            full_loss = _finite(loss(output) * weight)
+                require_class_scores(output)
+            full_loss = require_finite_loss(loss(output) * weight)
             full_loss.backward()  # type: ignore[no-untyped-call]
             total = full_loss.detach()
-        with self._sampled():
+        with self._steps.one(healing=self._healing(passes=2)):
             sampled = forward()
             if self.distill:
                 teacher = tree_map_only(Tensor, Tensor.detach, output)
-                data_loss = (soft_loss or _soft_cross_entropy)(sampled, teacher)
+                data_loss = (soft_loss or soft_cross_entropy)(sampled, teacher)
             else:
                 data_loss = loss(sampled)
-            sampled_loss = _finite((data_loss + self.penalty_loss()) * weight)
+            sampled_loss = require_finite_loss((data_loss + self.penalty_loss()) * weight)
             sampled_loss.backward()  # type: ignore[no-untyped-call]
         return sampled_loss.detach() + total
 
-    def _require_finite_weights(self) -> None:
-        """Refuse to go on from NaN weights; accelerators are not made to wait, see end_epoch."""
-        if self._last_sampled is None or self._last_sampled.u.device.type != "cpu":
-            return
-        if not math.isfinite(self._last_sampled.u.detach().sum(dtype=torch.float32).item()):
-            raise TrainingError(
-                "the last step made weights NaN or infinite: its loss was not finite. Lower the "
-                "learning rate or clip gradients, and go on from the last good checkpoint."
-            )
-
     # -- one epoch -----------------------------------------------------------------------------
 
-    def end_epoch(self) -> dict[str, int]:
-        """Book the epoch's cost, remove useless ranks, and return how many each layer lost."""
-        if self._forwards == 0:
-            raise TrainingError(
-                f"no low-rank layer ran inside step() in epoch {self.epoch} ({self._steps} steps): "
-                "nothing was sampled. Put forward and backward inside `with train.step():`."
-            )
+    def end_epoch(self, *, last: bool = False) -> dict[str, int]:
+        """Book the epoch's cost, remove useless ranks, and return how many each layer lost.
+
+        If it is the last one, the model fits its budget afterwards, whatever was planned.
+        """
+        require_bool("last", last)
+        self._steps.require_some(self.epoch)
+        self._penalty.require_applied(self.epoch)
         require_optimizer(self.model, self.optimizer)
-        if self.shrink:
-            require_unwrapped(self.model)
-        keep = ranks_above(self.model, self.threshold, self.min_rank)
-        if self.shrink and not any(keep.values()):
-            raise TrainingError(
-                f"every rank of every layer is at or below threshold={self.threshold}: nothing "
-                f"would be left. Lower penalty={self.penalty} or set min_rank=1."
-            )
-        self._measure_from_first_batch()
-        if self.budget is not None:
-            keep = self.budget.end_epoch(self.model)
-        whole = self._whole / self._steps
-        chances = {
-            name: [
-                (1 - whole) * chance + whole * (b == len(of_ranks))
-                for b, chance in enumerate(of_ranks, 1)
-            ]
-            for name, of_ranks in self.sampler.chances().items()
-        }
-        cost = self.ledger.epoch_cost(self.model, chances, full_pass=self.full_pass)
-        lost = cut(self.model, keep, self.optimizer, self.ema) if self.shrink else {}
+        require_finite_parameters(self.model)
+        keep = self._ranks_to_keep(last)
+        cost = self.ledger.epoch_cost(self.model, self._steps.chances(), full_pass=self.full_pass)
+        lost = {} if self.threshold is None else cut(self.model, keep, self.optimizer, self.ema)
         self.ledger.epochs.append(cost)
         logger.info(
             "epoch %d: total rank %d, %d parameters; ranks removed: %s",
             self.epoch, sum(cost.ranks.values()), cost.params, lost or "none",
         )  # fmt: skip
         self.epoch += 1
-        self._steps = self._forwards = self._whole = 0
-        self._warn_of_floor(lost)
+        self._penalty.use = None
+        self._steps.new_epoch()
+        self._penalty.warn_of_floor(self.threshold, lost)
         return lost
+
+    def _ranks_to_keep(self, last: bool) -> dict[str, int]:
+        if self.threshold is not None:
+            require_unwrapped(self.model)
+        if last and self.steering is not None:
+            self.land()
+        keep = ranks_above(self.model, self.threshold or 0.0, self.min_rank)
+        unmoved = self._still_unmoved()
+        keep = {name: max(rank, unmoved.get(name, 0)) for name, rank in keep.items()}
+        _require_ranks(keep, self.threshold, self.penalty)
+        self._steps.measure(self.ledger)
+        return keep if self.steering is None else self.steering.end_epoch(self.model, unmoved)
+
+    def _still_unmoved(self) -> dict[str, int]:
+        """Return what no layer is cut below: its ranks that had no chance to move yet.
+
+        Those that were zero in one factor at the start have the first epoch to themselves, and more
+        for as long as they are.
+        """
+        if self._unmoved and self.epoch:
+            now = unmoved_ranks(self.model)
+            self._unmoved = {n: min(r, now[n]) for n, r in self._unmoved.items() if n in now}
+        return self._unmoved
 
     def land(self) -> None:
         """Fit the budget now, whatever the plan: ranks too many become zero until end_epoch().
 
-        For a loop of your own that ends before the plan does: call it before the last
-        `end_epoch()`, or better some epochs earlier, since from here on the weights heal.
+        For a loop of your own: some epochs before its end, since from here on the weights heal.
         """
-        if self.budget is None:
-            raise OptionError('there is no budget to land on: LoD(…, budget={"params": 0.2}).')
-        self.budget.land(self.model, self.ledger)
-        self.penalty = 0.0
+        self._penalty.land()
 
-    def _warn_of_floor(self, lost: dict[str, int]) -> None:
-        """Warn once if ranks cannot come down to the threshold at the current learning rate."""
-        if self._warned_of_floor or not self.shrink or self.proximal or self.penalty == 0.0:
-            return
-        floors = {
-            name: reachable_importance(layer, self.optimizer, self.penalty)
-            for name, layer in self._layers.items()
-            if name not in lost and layer.rank
-        }
-        stuck = {n: floor for n, floor in floors.items() if floor and floor > self.threshold}
-        if stuck:
-            self._warned_of_floor = True
-            warnings.warn(
-                f"at this learning rate {type(self.optimizer).__name__} keeps useless ranks at an "
-                f"importance of about {max(stuck.values()):.0e}, above threshold="
-                f"{self.threshold:g}: {listed(stuck)} will not shrink until it falls. Use "
-                "proximal=True, or a larger threshold.",
-                stacklevel=3,
-            )
-
-    # -- what is watched -----------------------------------------------------------------------
-
-    def _watch_for_example(self) -> None:
-        """Note the shapes of the first input that reaches the model inside a step."""
-        note = _NoteCall(weakref.ref(self))
-        self._example_hook = self.model.register_forward_pre_hook(note, with_kwargs=True)
-
-    def _measure_from_first_batch(self) -> None:
-        if self._example_hook is not None and self._forwards:
-            self._example_hook.remove()
-            self._example_hook = None
-        if self._call is not None and self.ledger.dense_macs is None:
-            try:
-                self.ledger.measure(self.model, self._call)
-            except LayerError as error:
-                logger.warning("the ledger goes without MACs: %s Give LoD an example=.", error)
-            self._call = None
-
-    def _watch_optimizer(self) -> None:
-        """Apply the proximal step after every optimizer step, as long as this object lives."""
-        method = weakref.WeakMethod(self._proximal_step)
-
-        def after_step(*_: Any) -> None:
-            if (proximal_step := method()) is not None:
-                proximal_step()
-
-        self.optimizer.register_step_post_hook(after_step)
-
-    def _proximal_step(self) -> None:
-        if (found_inf := getattr(self.optimizer, "found_inf", None)) is not None and found_inf > 0:
-            return  # GradScaler lets fused optimizers skip the step themselves
-        rates = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
-        pressed = self._layers
-        if (budget := self.budget) is not None:
-            trained = [rates.get(id(layer.u), 0.0) for layer in self._layers.values()]
-            budget.after_step(self.model, self.ledger, max(trained))
-            self.penalty = budget.penalty
-            pressed = {n: layer for n, layer in pressed.items() if n not in budget.spared}
-        if self.penalty == 0.0 or not pressed:
-            return
-        left = prox_layers_(
-            {
-                layer: (
-                    rates.get(id(layer.u), 0.0) * self.penalty,
-                    rates.get(id(layer.v), 0.0) * self.penalty,
-                )
-                for layer in pressed.values()
-            }
+    def record(self) -> MethodRecord:
+        """Say what the model is and would cost now, deployed."""
+        deployed, dense_macs = self.ledger.deployed(self.model), self.ledger.dense_macs
+        params, macs = deployed.params, deployed.macs
+        return MethodRecord(
+            params=params,
+            macs=macs,
+            relative_params=params / self.ledger.dense_params,
+            relative_macs=None if macs is None or not dense_macs else macs / dense_macs,
+            ranks={name: layer.rank for name, layer in self._layers.items()},
+            penalty=self.penalty,
+            budget=None if self.steering is None else self.steering.share,
+            phase=None if self.steering is None else self.steering.phase,
         )
-        for layer, rank in left.items():
-            if rank < layer.rank:
-                clear_moments(layer, rank, self.optimizer)
+
+    def training_cost(self) -> dict[str, float | None]:
+        """Return what training has cost so far, relative to training the dense model."""
+        kinds = ("relative_params", "relative_macs", "relative_executed_macs")
+        return {kind: getattr(self.ledger, kind) for kind in kinds}
 
     # -- resume --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state as numbers, strings, lists and tensors; save it beside the model's."""
-        self._measure_from_first_batch()
+        self._steps.measure(self.ledger)
         return {
             "epoch": self.epoch,
             "penalty": self.penalty,
             "ranks": {name: layer.rank for name, layer in self._layers.items()},
-            "steps": self._steps,
-            "forwards": self._forwards,
-            "whole": self._whole,
+            **self._steps.counts(),
             "sampler": self.sampler.state_dict(),
             "ledger": self.ledger.state_dict(),
-            "budget": None if self.budget is None else self.budget.state_dict(),
+            "budget": None if self.steering is None else self.steering.state_dict(),
+            "unmoved": dict(self._unmoved),
+            "penalty_use": self._penalty.use,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state exactly; load the model's and the optimizer's state first."""
-        given = state if isinstance(state, Mapping) else {}
-        parts = (
-            "epoch", "penalty", "ranks", "steps", "forwards", "whole", "sampler", "ledger",
-            "budget",
-        )  # fmt: skip
-        if missing := [part for part in parts if part not in given]:
-            raise TrainingError(
-                f"this is no state of a LoD: it has no {listed(missing)}. Give what its "
-                "state_dict() returned."
-            )
         here = {name: layer.rank for name, layer in self._layers.items()}
-        if here != state["ranks"]:
-            differing = [n for n in here | state["ranks"] if here.get(n) != state["ranks"].get(n)]
-            raise TrainingError(
-                f"the saved state has other ranks than the model at {listed(differing)}. Load the "
-                "model's state_dict, saved at the same moment, before this one."
-            )
-        if (self.budget is None) != (state["budget"] is None):
-            saved, here_ = ("no", "a") if self.budget is not None else ("a", "no")
-            raise TrainingError(
-                f"the saved state has {saved} budget, this LoD {here_} one. Create it as it was."
-            )
+        _require_state(state, here, budget=self.steering is not None)
         require_optimizer(self.model, self.optimizer)
         self.sampler.load_state_dict(state["sampler"])
         self.ledger.load_state_dict(state["ledger"])
-        if self.budget is not None:
-            self.budget.load_state_dict(state["budget"])
-        self.epoch, self.penalty = int(state["epoch"]), float(state["penalty"])
-        self._steps, self._forwards = int(state["steps"]), int(state["forwards"])
-        self._whole = int(state["whole"])
+        if self.steering is not None:
+            self.steering.load_state_dict(state["budget"])
+        self.epoch, self._penalty.value = int(state["epoch"]), float(state["penalty"])
+        self._steps.load_counts(state)
+        # which older states do not have
+        self._unmoved = dict(state.get("unmoved", {}))
+        self._penalty.use = state.get("penalty_use", "applied")
 
 
-class _NoteCall:
-    """A forward hook that notes one call for a `LoD`; a pickled or copied model's notes nothing."""
-
-    def __init__(self, lod: weakref.ref[LoD] | None = None) -> None:
-        self._lod = lod
-
-    def __reduce__(self) -> tuple[type[_NoteCall], tuple[()]]:
-        return _NoteCall, ()
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self._lod is None:
-            return  # inside a compiled graph this hook must stay without effect
-        lod = self._lod()
-        if lod is not None and lod._in_step and lod._call is None:
-            lod._call = Call(args, kwargs).on_meta()
+def _require_consistent(
+    budget: bool, threshold: float | None, full_pass: bool, distill: bool
+) -> None:
+    if distill and not full_pass:
+        raise OptionError("distill=True needs the full pass as its teacher: full_pass=True.")
+    if budget and threshold is None:
+        raise OptionError("a budget has to remove ranks: leave threshold=None out.")
 
 
-def _soft_cross_entropy(output: Tensor, teacher: Tensor) -> Tensor:
-    return F.cross_entropy(output, teacher.softmax(1))
-
-
-def _require_class_scores(output: Any) -> None:
-    """Refuse an output of which nobody can tell where the scores of classes are."""
-    way_out = (
-        "Say how to compare it: backward(…, soft_loss=lambda output, teacher: …), or in fit a loss "
-        "with a method soft(output, teacher, target)."
-    )
-    if not isinstance(output, Tensor) or output.ndim in (0, 1, 3):  # 3: classes second or last?
-        given = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise OptionError(
-            f"distill=True compares scores of shape (N, classes) or (N, classes, height, width); "
-            f"the output is {given}. {way_out}"
-        )
-    if output.shape[1] < 2:
-        raise OptionError(
-            "distill=True compares scores of classes, but the output has a single score, from "
-            f"which nothing would be learned. {way_out}"
-        )
-
-
-def _finite(loss: Tensor) -> Tensor:
-    if not bool(loss.detach().isfinite().all()):
+def _require_ranks(keep: Mapping[str, int], threshold: float | None, penalty: float) -> None:
+    if threshold is not None and not any(keep.values()):
         raise TrainingError(
-            f"the loss is {loss.detach()}. Lower the learning rate or clip gradients; the weights "
-            "are as they were before this step."
+            f"every rank of every layer is at or below threshold={threshold}: nothing would be "
+            f"left. Lower penalty={penalty} or set min_rank=1."
         )
-    return loss
 
 
-_SWING = {  # of one weight around zero, in learning rates; from simulations of the penalty alone
-    torch.optim.Adam: 0.036, torch.optim.AdamW: 0.036, torch.optim.RAdam: 0.036,
-    torch.optim.NAdam: 0.25, torch.optim.Adamax: 0.008, torch.optim.RMSprop: 0.35,
-}  # fmt: skip
+def _require_ranks_to_train(model: nn.Module, min_rank: int) -> dict[str, LowRank]:
+    """Return the low-rank layers, or refuse what could not train or shrink any of them."""
+    layers = require_low_rank(model)
+    if not any(m.rank and (m.u.requires_grad or m.v.requires_grad) for m in layers.values()):
+        raise OptionError(
+            f"{type(model).__name__} has nothing for LoD to train: every low-rank layer is frozen "
+            "or has rank 0. Call requires_grad_(True) on those to train."
+        )
+    if min_rank > (most := max(layer.rank for layer in layers.values())):
+        raise OptionError(
+            f"min_rank={min_rank} is above the rank of every layer: none could ever shrink. The "
+            f"largest has {most}; give less, or threshold=None not to shrink."
+        )
+    return layers
 
 
-def reachable_importance(layer: LowRank, optimizer: Optimizer, penalty: float) -> float | None:
-    """Estimate where the importance of useless ranks stalls under penalty gradients alone.
+def _require_inner_model(model: nn.Module) -> None:
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise LayerError(
+            "LoD was given a DistributedDataParallel wrapper. Give it the inner model, "
+            "LoD(ddp.module, …), and wrap anew after each end_epoch()."
+        )
 
-    A gradient step never reaches zero but swings around it, by an amount that grows with the
-    learning rate. The constants fit simulations of the penalty alone, so this is an order of
-    magnitude. None for an optimizer that was not simulated.
-    """
-    groups = [g for g in optimizer.param_groups if any(p is layer.u for p in g["params"])]
-    if not groups:
-        return None
-    rate = float(groups[0]["lr"])
-    if isinstance(optimizer, torch.optim.SGD):
-        return float((0.3 * layer.rank * rate * penalty) ** 2)
-    swing = _SWING.get(type(optimizer))
-    if swing is not None:
-        return float((swing * rate) ** 2 * (layer.u.numel() * layer.v.numel()) ** 0.5)
-    return None
+
+_STATE = (
+    "epoch", "penalty", "ranks", "steps", "forwards", "whole", "sampler", "ledger", "budget",
+)  # fmt: skip
+
+
+def _require_state(state: Any, ranks: dict[str, int], *, budget: bool) -> None:
+    """Refuse what is no state of a LoD, or one of other ranks or another choice of λ."""
+    given = state if isinstance(state, Mapping) else {}
+    if missing := [part for part in _STATE if part not in given]:
+        raise TrainingError(
+            f"this is no state of a LoD: it has no {listed(missing)}. Give what its "
+            "state_dict() returned."
+        )
+    saved = state["ranks"]
+    if saved != ranks:
+        differing = [name for name in ranks | saved if ranks.get(name) != saved.get(name)]
+        raise TrainingError(
+            f"the saved state has other ranks than the model at {listed(differing)}. Load the "
+            "model's state_dict, saved at the same moment, before this one."
+        )
+    if budget != (state["budget"] is not None):
+        there, here = ("no", "a") if budget else ("a", "no")
+        raise TrainingError(
+            f"the saved state has {there} budget, this LoD {here} one. Create it as it was."
+        )

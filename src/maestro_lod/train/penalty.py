@@ -178,6 +178,16 @@ def weighted_group_lasso(layers: Iterable[LowRank], weight: float) -> Tensor:
 
 
 @torch.no_grad()
+def add_group_lasso_gradients(layers: Iterable[LowRank], weight: float) -> None:
+    """Add the gradient of `weighted_group_lasso` to the `.grad` of every trainable factor."""
+    factors = _factors(layers)
+    scales = _gradient_scales(_tail_squares(factors)).mul_(weight)
+    for factor, gradient in zip(factors, _scaled(factors, scales), strict=True):
+        if factor.requires_grad:
+            factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
+
+
+@torch.no_grad()
 def importance(model: nn.Module) -> dict[str, Tensor]:
     """Return ‖U_b:‖·‖V_b:‖ for b = 1 … rank of each layer: what `shrink` compares."""
     layers = require_low_rank(model)

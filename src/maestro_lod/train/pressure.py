@@ -27,11 +27,7 @@ def penalty_for(
 
     Where the rates will change, `steps` is the sum of their shares of the present ones.
     """
-    if not proximal and not isinstance(optimizer, SGD):
-        raise OptionError(
-            f"pressure={pressure:g} needs proximal=True with {type(optimizer).__name__}, which "
-            "rescales the gradient of a penalty: its λ would mean nothing."
-        )
+    require_plain_gradient(pressure, type(optimizer), proximal=proximal)
     if require_nonnegative("steps", steps) == 0.0:
         raise OptionError("steps=0 must be above 0: nothing would move.")
     layers = [m for m in low_rank_layers(model).values() if m.rank and m.u.requires_grad]
@@ -53,6 +49,15 @@ def penalty_for(
         )
     mean_rank, mean_norm = ranks / len(layers), norms / ranks
     return pressure * mean_norm / (mean_rank * way)
+
+
+def require_plain_gradient(pressure: float, kind: type[Optimizer], *, proximal: bool) -> None:
+    """Refuse a kind of optimizer under which λ has no units that could be divided out."""
+    if not proximal and not issubclass(kind, SGD):
+        raise OptionError(
+            f"pressure={pressure:g} needs proximal=True with {kind.__name__}, which rescales the "
+            "gradient of a penalty: its λ would mean nothing."
+        )
 
 
 def _rate(parameter: nn.Parameter, optimizer: Optimizer, proximal: bool) -> float:

@@ -39,12 +39,20 @@ class RankSampler:
         self._layers = require_low_rank(model)
         self.strategy = strategy
         self.generator = torch.Generator("cpu").manual_seed(require_whole("seed", seed))
+        self.left_out: set[str] = set()
+        """Layers that are not drawn, because the model's forward never reaches them."""
         self._names: list[str] = []
         self._pending: list[list[int]] = []  # [layer index, rank] not yet drawn; the last is next
 
     def live_ranks(self) -> dict[str, int]:
         """Return the layers that can be drawn with their current ranks."""
-        return {n: m.rank for n, m in self._layers.items() if m.rank and m.u.requires_grad}
+        return {n: m.rank for n, m in self._layers.items() if self._drawable(n, 1)}
+
+    def _drawable(self, name: str, rank: int) -> bool:
+        layer = self._layers.get(name)
+        if layer is None or name in self.left_out:
+            return False
+        return rank <= layer.rank and layer.u.requires_grad
 
     def chances(self) -> dict[str, list[float]]:
         """Return how likely a draw leaves each layer at rank 1, 2, … of those that it has."""
@@ -112,8 +120,7 @@ class RankSampler:
         while True:
             while self._pending:
                 index, rank = self._pending.pop()
-                layer = self._layers.get(self._names[index])
-                if layer is not None and rank <= layer.rank and layer.u.requires_grad:
+                if self._drawable(self._names[index], rank):
                     return {self._names[index]: rank}
             ranks = self._require_ranks()
             self._names = list(ranks)

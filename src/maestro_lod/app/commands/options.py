@@ -1,0 +1,74 @@
+"""The options of the commands: how each is written, and what its help says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the final table only.")]
+RecipeName = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE", help="A recipe's name (see: lod recipes), or a YAML file."),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated."),
+]
+DataFolder = Annotated[Path | None, typer.Option(help="Where the data sets lie; else $LOD_DATA.")]
+
+# of lod tune
+MaxParams = Annotated[int | None, typer.Option(help="Most parameters that the model may have.")]
+MinAccuracy = Annotated[
+    float | None, typer.Option(help="Least accuracy on validation data, such as 0.98.")
+]
+Trials = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TRIALS",
+        help="Instead: so many trials over λ and learning rate, for the best trade-offs "
+        "between accuracy and MACs.",
+    ),
+]
+Largest = Annotated[
+    float | None, typer.Option(help="Largest λ. [dim]\\[default: up to 8 × the recipe's][/dim]")
+]
+Smallest = Annotated[
+    float | None, typer.Option(help="Smallest λ. [dim]\\[default: largest / 1024][/dim]")
+]
+Few = Annotated[
+    float, typer.Option(help="Share of --max-params below which a trial ends as too sparse.")
+]
+TrialsFolder = Annotated[
+    Path | None,
+    typer.Option(help="Where trials are written. [dim]\\[default: runs/tune-RECIPE][/dim]"),
+]
+Storage = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH|URL",
+        help="Where the search is kept: a file, or a database such as postgresql://… "
+        "[dim]\\[default: search.journal in --out][/dim]",
+    ),
+]
+SearchName = Annotated[
+    str | None, typer.Option(help="Name of the search. [dim]\\[default: RECIPE][/dim]")
+]
+
+# of runs
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run the code that it names, though not trained here.")
+]
+FinishedRun = Annotated[Path, typer.Argument(metavar="DIR", help="A finished run.")]
+Limit = Annotated[str | None, typer.Option(help="A share of dense (0.25), or a count.")]
+Formats = Annotated[
+    list[str] | None, typer.Option(help="onnx, pt2 or safetensors; may be repeated.")
+]
+Multiple = Annotated[
+    int | None, typer.Option("--round", min=1, max=2**16, help="Round ranks to a multiple.")
+]
+Batch = Annotated[int, typer.Option(min=1, max=2**16, help="Batch size to time with.")]
+AllowSlower = Annotated[
+    bool, typer.Option("--allow-slower", help="Write it even if dense is faster here.")
+]

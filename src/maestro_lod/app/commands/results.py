@@ -1,0 +1,189 @@
+"""The commands about what training has given: reports, submodels, files to deploy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from maestro_lod.app.commands import options
+from maestro_lod.app.recipe import load_recipe, recipe_names
+from maestro_lod.app.report import write_report
+from maestro_lod.app.run import Run
+from maestro_lod.app.setup import data_of, model_of
+from maestro_lod.app.terminal import say, search_bar
+from maestro_lod.app.trained import Trained, find_frontier, require_deployable
+from maestro_lod.app.trained import bench as compare
+from maestro_lod.app.trained import deploy as write_deployment
+from maestro_lod.checkpoint import verify as verify_tensors
+from maestro_lod.cost import summary as summary_of
+from maestro_lod.deploy.frontier import require_method
+from maestro_lod.errors import CheckpointError, OptionError, listed
+
+
+def report(
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Run directories.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page. [dim]\\[default: report.html in the first][/dim]")
+    ] = None,
+) -> None:
+    """Write one self-contained HTML page about one run, or several side by side."""
+    try:
+        page = write_report(directories, out or directories[0] / "report.html")
+    except CheckpointError as error:  # nothing has failed but what was given
+        raise OptionError(str(error)) from error
+    say(str(page))
+
+
+def summary(
+    target: Annotated[str, typer.Argument(metavar="RECIPE|DIR", help="What to describe.")],
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting.")
+    ] = None,
+    trust: options.Trust = False,
+) -> None:
+    """Print ranks, parameters and MACs of every layer, of a recipe's model or a finished run's."""
+    if Path(target).is_dir() and target not in recipe_names():
+        if change:
+            raise OptionError("--set changes a recipe; the settings of a run are fixed.")
+        model, data = Run.open(Path(target), trust=trust).trained()
+    else:
+        recipe = load_recipe(target, change or [])
+        data = data_of(recipe)
+        model = model_of(recipe, data)
+    say(str(summary_of(model, data.example)))
+
+
+def recipes() -> None:
+    """List the recipes that come with the library."""
+    width = max(map(len, recipe_names()))
+    for name in recipe_names():
+        say(f"{name:{width}}  {load_recipe(name).description}")
+
+
+def frontier(
+    directory: options.FinishedRun,
+    method: Annotated[
+        str, typer.Option(help="look-ahead, per-cost, greedy (the paper's), knapsack or threshold.")
+    ] = "look-ahead",
+    trust: options.Trust = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Find the best submodel for every size, without training, and add them to the report.
+
+    Stop it at any time: the next call goes on where it was.
+    """
+    require_method(method)
+    run = Run.open(directory, trust=trust)
+    with search_bar(quiet) as progress:
+        found = find_frontier(Trained.of(run), method=method, progress=progress)
+    write_report([directory], directory / "report.html")
+    say(f"{found}\n\nwritten: {directory / 'frontier.json'}, {directory / 'report.html'}")
+
+
+def deploy(
+    directory: options.FinishedRun,
+    out: Annotated[Path, typer.Option(help="A new directory for the files.")],
+    to: options.Formats = None,
+    max_params: options.Limit = None,
+    max_macs: options.Limit = None,
+    max_bytes: options.Limit = None,
+    max_latency: Annotated[float | None, typer.Option(help="Seconds, here, at --batch.")] = None,
+    min_accuracy: Annotated[float | None, typer.Option(help="A share, such as 0.9.")] = None,
+    batch: options.Batch = 1,
+    multiple: options.Multiple = None,
+    int8: Annotated[bool, typer.Option("--int8", help="For ONNX, an int8 file too.")] = False,
+    allow_slower: options.AllowSlower = False,
+    trust: options.Trust = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write the best size within limits to files that were verified, tested and timed.
+
+    Examples:
+
+      lod deploy runs/digits --max-macs 0.25 --out phone
+
+      lod deploy runs/digits --max-params 5000 --to onnx --to pt2 --int8 --out watch
+    """
+    formats = [*dict.fromkeys(to or ["onnx"])]
+    counts = {"max_params": max_params, "max_macs": max_macs, "max_bytes": max_bytes}
+    limits = {key: _number(key, text) for key, text in counts.items()}
+    limits |= {"max_latency": max_latency, "min_accuracy": min_accuracy}
+    given = {key: value for key, value in limits.items() if value is not None}
+    if not given:
+        raise OptionError("give a limit, such as --max-macs 0.25 or --max-params 5000.")
+    require_deployable(given, formats, out, int8=int8)
+    run = Run.open(directory, trust=trust)
+    with search_bar(quiet) as progress:
+        done = write_deployment(
+            Trained.of(run), given, formats, out, batch=batch, multiple=multiple,
+            int8=int8, allow_slower=allow_slower, progress=progress,
+        )  # fmt: skip
+    say(f"{done}\n\nwritten to {out}")
+
+
+def _number(limit: str, text: str | None) -> int | float | None:
+    """Read a count or a share; what looks like a whole number is a count."""
+    if text is None:
+        return None
+    try:
+        return float(text) if set(text) & set(".eE") else int(text)
+    except ValueError:
+        raise OptionError(
+            f"--{limit.replace('_', '-')} {text[:40]!r} is no number: give a share of dense such "
+            "as 0.25, or a count."
+        ) from None
+
+
+def bench(
+    directory: options.FinishedRun,
+    batch: options.Batch = 1,
+    trust: options.Trust = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Print latency, size and test accuracy of dense and deployed sizes side by side."""
+    with search_bar(quiet) as progress:
+        text = compare(Trained.of(Run.open(directory, trust=trust)), batch=batch, progress=progress)
+    say(text)
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a run directory.")],
+) -> None:
+    """Read every file and say whether it is as it was written; exit code 1 if one is not."""
+    if not path.exists():
+        raise OptionError(f"{path} does not exist.")
+    found = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = [file for file in found if file.suffix in VERIFIED and file.is_file()]
+    if not files:
+        raise OptionError(f"{path} holds no file to verify ({listed(VERIFIED)}).")
+    damaged = 0
+    for file in files:
+        try:
+            say(f"{file}: {VERIFIED[file.suffix](file)}")
+        except CheckpointError as error:
+            damaged += 1
+            say(f"{file}: DAMAGED. {error}")
+    if damaged:
+        raise CheckpointError(f"{damaged} of {len(files)} files in {path} are damaged.")
+
+
+def _tensors(file: Path) -> str:
+    return "as written" if verify_tensors(file) else "whole, but from before digests: not proven"
+
+
+def _lines(file: Path) -> str:
+    """Look whether a file is JSON, as a whole or line by line."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        for part in text.splitlines() if file.suffix == ".jsonl" else [text]:
+            json.loads(part)
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"it is no JSON ({error}).") from error
+    return "readable"
+
+
+VERIFIED = {".safetensors": _tensors, ".json": _lines, ".jsonl": _lines}
+"""How files are verified, by their suffix."""

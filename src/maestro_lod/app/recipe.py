@@ -1,0 +1,454 @@
+"""A recipe: every setting of a run, typed; read from YAML, changed by key=value, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+
+import torch
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+from torch.optim import Optimizer
+
+from maestro_lod.app.own import own_function
+from maestro_lod.app.sections import (
+    Count,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    Switch,
+    Whole,
+    as_dataclass,
+    fields_of,
+    section_of,
+)
+from maestro_lod.errors import OptionError, listed, nearest
+from maestro_lod.methods import METHODS, method_named
+from maestro_lod.train.method import Settings
+
+T = TypeVar("T")
+
+
+def _by_name(usual: str | None = None) -> BeforeValidator:
+    """Let a name stand for a mapping with that name, and a mapping without one mean the usual."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": value}
+        if usual is not None and isinstance(value, Mapping):
+            return {"name": usual, **value}
+        return value
+
+    return BeforeValidator(named)
+
+
+Seed = Annotated[Whole, Field(lt=2**63)]  # what torch's generators take
+
+
+class Named(Section):
+    """Something chosen by name, with options."""
+
+    name: str = Field(description="built in, or your own package.module:function")
+    options: dict[str, Any] = Field(default={}, description="its arguments, by name")
+
+
+class DataSettings(Named):
+    """Which data, and how much of it."""
+
+    directory: Path | None = Field(default=None, description="where it lies; else $LOD_DATA")
+    validation: Share = Field(default=0.1, description="share of the training set kept apart")
+    limit: Count | None = Field(default=None, description="use only so many samples")
+
+
+class Loss(Section):
+    """What is minimized beside the penalty."""
+
+    name: str = Field(default="cross_entropy", description="or your own package.module:function")
+
+
+class SGD(Section):
+    name: Literal["sgd"] = Field(default="sgd", description="how weights follow gradients")
+    lr: Positive = Field(default=0.01, description="learning rate")
+    momentum: Share = Field(default=0.9, description="of sgd: share of the last step that goes on")
+    nesterov: Switch = Field(default=False, description="of sgd: look ahead by the momentum")
+    weight_decay: NonNegative = Field(default=0.0, description="pull towards zero")
+    decay_norms: Switch = Field(default=True, description="decay biases and norms too")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SGD:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+
+class Adam(Section):
+    name: Literal["adam", "adamw"]
+    lr: Positive = Field(default=1e-3, description="learning rate")
+    betas: tuple[Share, Share] = Field(
+        default=(0.9, 0.999), description="of adam: decay of both moments"
+    )
+    eps: Positive = Field(default=1e-8, description="of adam: added to the denominator")
+    weight_decay: NonNegative = Field(default=0.0, description="pull towards zero")
+    decay_norms: Switch = Field(default=True, description="decay biases and norms too")
+
+
+class Constant(Section):
+    name: Literal["constant"] = Field(default="constant", description="of the learning rate")
+
+
+class Milestones(Section):
+    name: Literal["milestones"]
+    epochs: list[Count] = Field(description="of milestones: after which the rate falls")
+    factor: Positive = Field(default=0.1, description="of milestones: to which share of itself")
+
+
+class Vaswani(Section):
+    name: Literal["vaswani"]
+    warmup: Count = Field(description="of vaswani: steps until the rate is reached")
+
+
+Optimizers = Annotated[SGD | Adam, Field(discriminator="name"), _by_name("sgd")]
+Schedules = Annotated[
+    Constant | Milestones | Vaswani, Field(discriminator="name"), _by_name("constant")
+]
+
+
+class Recipe(Section):
+    """Every setting of a run; each method has a kind of recipe with its own settings too."""
+
+    recipe: str = Field(default="", description="the recipe this began as")
+    description: str = Field(default="", description="one line about it")
+    model: Annotated[Named, _by_name()]
+    data: Annotated[DataSettings, _by_name()]
+    method: str = Field(default="lod", description="ordered ranks, or the model as it is")
+    epochs: Count = Field(description="passes over the training set")
+    batch: Count = Field(default=64, description="samples per batch")
+    seed: Seed = Field(default=0, description="of all randomness")
+    optimizer: Optimizers = SGD()
+    schedule: Schedules = Constant()
+    loss: Annotated[Loss, _by_name()] = Loss()
+    reduction: Literal["mean", "sum"] = Field(
+        default="mean", description="of the cross-entropy over a batch"
+    )
+    label_smoothing: Share = Field(default=0.0, description="share spread over all classes")
+    clip_norm: Positive | None = Field(default=None, description="largest norm of the gradient")
+    accumulate: Count = Field(default=1, description="batches per optimizer step")
+    amp: Switch = Field(default=False, description="compute in bfloat16 where that is safe")
+    channels_last: Switch = Field(default=False, description="memory layout of images")
+    recalibration: Whole = Field(default=100, description="batches for BatchNorm before evaluation")
+    device: str = Field(default="cpu", description="where to train, such as cuda or mps")
+    threads: Annotated[Count, Field(le=1024)] | None = Field(
+        default=None, description="CPU threads; torch's choice if none"
+    )
+    checkpoint_every: NonNegative = Field(
+        default=300.0, description="seconds, beside one per epoch"
+    )
+    tensorboard: Switch = Field(default=False, description="write events for TensorBoard too")
+
+    _method: ClassVar[type[Settings]]
+
+    @property
+    def settings(self) -> Settings:
+        """What is chosen of the method."""
+        return as_dataclass(self._method, self)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        self.settings.require_optimizer(OPTIMIZERS[self.optimizer.name])
+        own_loss = self.loss.name != "cross_entropy"
+        if own_loss and (self.label_smoothing or self.reduction != "mean"):
+            raise ValueError("label_smoothing and reduction belong to loss=cross_entropy")
+        return self
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+@functools.cache
+def _recipe_of(method: type[Settings]) -> type[Recipe]:
+    """Return the kind of recipe that has the settings of a method too."""
+    kind = create_model("Recipe", __base__=Recipe, **fields_of(method))
+    kind._method = method
+    return kind
+
+
+def _method_name(settings: Mapping[str, Any]) -> Any:
+    return settings.get("method", Recipe.model_fields["method"].default)
+
+
+def _method_of(settings: Mapping[str, Any]) -> type[Settings]:
+    """Return the method that settings choose, by name or as a user's own package.module:class."""
+    name = _method_name(settings)
+    if not isinstance(name, str):
+        raise OptionError(f"method={shown(name)} must be text.")
+    if ":" not in name:
+        return method_named(name)
+    found: Any = own_function(name, "method")
+    if not isinstance(found, type) or not issubclass(found, Settings):
+        raise OptionError(f"method {name!r} is no class of maestro_lod.train.method.Settings.")
+    return found
+
+
+def _keys_of_others(method: type[Settings]) -> dict[str, type[Settings]]:
+    """Return the settings that belong to other methods alone, and to which."""
+    own = {entry.name for entry in dataclasses.fields(method)}  # type: ignore[arg-type]
+    return {
+        entry.name: other
+        for other in METHODS.values()
+        for entry in dataclasses.fields(other)  # type: ignore[arg-type]
+        if entry.name not in own
+    }
+
+
+def _without_others(settings: Mapping[str, Any], method: type[Settings]) -> dict[str, Any]:
+    """Leave out settings of other methods that are at their defaults, and refuse what is not."""
+    useless = []
+    for key, other in _keys_of_others(method).items():
+        section = section_of(other)
+        try:
+            chosen = getattr(section.model_validate({key: settings[key]}), key)
+        except KeyError:
+            continue
+        except ValidationError:
+            useless.append(key)
+        else:
+            if chosen != getattr(section(), key):
+                useless.append(key)
+    if useless:
+        raise OptionError(f"method={_method_name(settings)} has no use for {', '.join(useless)}.")
+    others = _keys_of_others(method)
+    return {key: value for key, value in settings.items() if key not in others}
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that come with the library."""
+    folder = resources.files("maestro_lod.app") / "recipes"
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name[-5:] == ".yaml")
+
+
+def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
+    """Return a recipe by name or from a YAML file, with `key.key=value` changes applied."""
+    names = recipe_names()
+    if name_or_path in names:
+        file = resources.files("maestro_lod.app") / "recipes" / f"{name_or_path}.yaml"
+        text, name = file.read_text(encoding="utf-8"), name_or_path
+    elif name_or_path.endswith((".yaml", ".yml")):
+        text, name = _text_of(Path(name_or_path)), Path(name_or_path).stem
+    else:
+        raise OptionError(
+            f"there is no recipe {name_or_path!r}.{nearest(name_or_path, names)} Recipes: "
+            f"{listed(names, 12)}; or give a .yaml file."
+        )
+    settings = _parsed(text, name_or_path)
+    settings.setdefault("recipe", name)
+    changes = sorted(changes, key=_depth)
+    for change in changes:
+        _apply(change, settings)
+    asked = {change.partition("=")[0].partition(".")[0].strip() for change in changes}
+    for key in _outdated(settings, asked, name_or_path) - asked:
+        settings.pop(key, None)
+    return checked(settings, name_or_path)
+
+
+def settings_in(path: Path) -> dict[str, Any]:
+    """Return the settings in a file as they are written, unchecked: nothing is imported."""
+    return _parsed(_text_of(path), str(path))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OptionError(f"recipe {path} is no regular file.")  # a pipe would keep us waiting
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"recipe {path} cannot be read ({reason}).") from None
+
+
+def _outdated(settings: Mapping[str, Any], asked: set[str], source: str) -> set[str]:
+    """Return what a recipe says, but has no place beside what is asked for."""
+    method = _explaining(source, _method_of, settings)
+    outdated = set(_keys_of_others(method)) if "method" in asked else set()
+    if any(settings.get(key) for key in asked & {*method.alternatives}):
+        outdated |= {*method.alternatives}
+    return outdated
+
+
+def _explaining(source: str, function: Callable[..., T], *values: Any) -> T:
+    """Call a function; what it refuses is said to be in a source."""
+    try:
+        return function(*values)
+    except OptionError as error:
+        raise OptionError(f"{source}: {error}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain YAML; a key that is said twice is refused, and 1:30 is text, not 90."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {twice[0]!r} is there twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+    def construct_number(self, node: yaml.ScalarNode) -> Any:
+        if ":" in node.value:
+            return self.construct_scalar(node)
+        whole = node.tag.endswith(":int")
+        return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
+
+
+def _parsed(text: str, source: str) -> dict[str, Any]:
+    try:
+        settings = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the second: no such date
+        reason = " ".join(str(error).split())
+        raise OptionError(f"{source} is no valid YAML: {reason}") from None
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise OptionError(f"{source} holds no settings: it must be a mapping of keys to values.")
+    return settings
+
+
+def _depth(change: str) -> int:
+    """Order changes so that a new name does not undo those of its own settings, said before it."""
+    return change.partition("=")[0].strip().removesuffix(".name").count(".")
+
+
+def _apply(change: str, settings: dict[str, Any]) -> None:
+    """Set one `key.key=value`; a new `name` drops the other settings of the old one."""
+    key, equals, text = change.partition("=")
+    *outer, last = key.strip().split(".")
+    if not equals or not all((*outer, last)):
+        raise OptionError(f"{change!r} is no setting: write key=value, such as penalty=1e-4.")
+    try:
+        value = yaml.load(text, _Loader) if text.strip() else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise OptionError(f"the value in {change!r} is no valid YAML.") from None
+    section = settings
+    for part in outer:
+        inner = section.get(part) or {}
+        if not isinstance(inner, Mapping | str):
+            raise OptionError(f"{change!r}: {part!r} is one value and has no settings of its own.")
+        section[part] = {"name": inner} if isinstance(inner, str) else dict(inner)
+        section = section[part]
+    if last == "name" and outer and section.get("name") != value:
+        section.clear()
+    section[last] = value
+
+
+def checked(settings: Mapping[str, Any], source: str) -> Recipe:
+    """Return settings as a recipe, or refuse them in one line that says what is wrong where."""
+    method = _explaining(source, _method_of, settings)
+    kind = _recipe_of(method)
+    try:
+        return kind.model_validate(_explaining(source, _without_others, settings, method))
+    except ValidationError as error:
+        # a slip in a key comes first: it explains why another is missing
+        found = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        problems = [_explained(problem, kind) for problem in found]
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise OptionError(f"{source}: {problems[0]}{more}") from None
+
+
+def _explained(problem: ErrorDetails, recipe: type[Recipe]) -> str:
+    """Say one of pydantic's findings in our words."""
+    place, section = _place(problem["loc"], recipe)
+    kind, value, context = problem["type"], problem.get("input"), problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = [*section.model_fields]
+        hint = nearest(place.rpartition(".")[2], known)
+        return f"there is no setting {place!r}.{hint} Known: {', '.join(known)}."
+    if kind == "missing":
+        return f"{place!r} is missing."
+    if kind == "union_tag_invalid":
+        place, value = f"{place}.name", value.get("name") if isinstance(value, Mapping) else value
+    if kind in ("union_tag_invalid", "literal_error"):
+        known = re.findall("'([^']*)'", context.get("expected_tags", context.get("expected", "")))
+        hint = nearest(str(value), known)
+        return f"{place}={shown(value)} is unknown.{hint} Known: {listed(known)}."
+    message = _MEANING.get(kind, problem["msg"])
+    message = (
+        message.removeprefix("Value error, ")
+        .removesuffix(".")
+        .replace("Input should be", "must be")
+    )
+    if isinstance(value, Mapping):  # a contradiction inside a section, or in the whole
+        return f"{place}: {message}." if place else f"{message}."
+    return f"{place}={shown(value)} {message}."
+
+
+_MEANING = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be a mapping",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "list_type": "must be a list",
+    "model_attributes_type": "must be a name or a mapping of settings",
+    "model_type": "must be a mapping of settings",
+    "path_type": "must be a path",
+    "string_type": "must be text",
+}
+
+
+def _place(
+    location: tuple[int | str, ...], section: type[BaseModel]
+) -> tuple[str, type[BaseModel]]:
+    """Return the dotted key of a finding, without pydantic's names of alternatives, and whose."""
+    keys: list[str] = []
+    for part in location:
+        if isinstance(part, str) and part in _ALTERNATIVES:
+            section = _ALTERNATIVES[part]
+            continue
+        field = section.model_fields.get(str(part))
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        section = inner[0] if inner else section
+        keys.append(str(part))
+    return ".".join(keys), section
+
+
+_ALTERNATIVES: dict[str, type[BaseModel]] = {
+    "sgd": SGD, "adam": Adam, "adamw": Adam,
+    "constant": Constant, "milestones": Milestones, "vaswani": Vaswani,
+}  # fmt: skip
+
+
+def dumped(recipe: Recipe) -> str:
+    """Return a recipe as YAML that `load_recipe` reads back."""
+    settings = recipe.model_dump(mode="json")
+    text = str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    if yaml.safe_load(text) != settings:  # some rare separators read back as spaces, unless escaped
+        text = str(yaml.safe_dump(settings, sort_keys=False))
+    return text
+
+
+def shown(value: Any) -> str:
+    """Write a value as one would in YAML."""
+    return json.dumps(value, default=str, ensure_ascii=False)

@@ -1,0 +1,306 @@
+"""What `lod frontier`, `lod deploy` and `lod bench` do with a finished run."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.app.binding import require_same_weights, weights_digest
+from maestro_lod.app.data import Data
+from maestro_lod.app.run import Run
+from maestro_lod.app.setup import loss_of
+from maestro_lod.calls import as_call, with_tensors
+from maestro_lod.checkpoint import save
+from maestro_lod.cost import Cost
+from maestro_lod.deploy.choice import best_within, cost_of
+from maestro_lod.deploy.deployment import ROUNDS, Deployment, deploy_size, eager
+from maestro_lod.deploy.frontier import frontier
+from maestro_lod.deploy.latency import all_dense, latency
+from maestro_lod.deploy.limits import require_limits
+from maestro_lod.deploy.points import Frontier
+from maestro_lod.deploy.timing import drawn_call, interleaved
+from maestro_lod.errors import OptionError, listed, nearest
+from maestro_lod.files import alone_in, remove_leftovers
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.surgery import decompose, extract
+from maestro_lod.table import table
+from maestro_lod.train.evaluate import (
+    Loss,
+    Score,
+    call,
+    device_of,
+    evaluate,
+    hits_of,
+    in_mode,
+    on_device,
+    recalibrate,
+    samples_in,
+    sums,
+    to_evaluate,
+)
+
+SAMPLES = 2048  # of the training set, in the one batch that the search looks at; as in the paper
+SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "safetensors": ".safetensors"}
+
+Progress = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run, loaded: its model, low-rank in any case, and its data."""
+
+    run: Run
+    model: nn.Module
+    data: Data
+    low_rank: bool = True
+    """Whether the run's own model is low-rank, and so is its file."""
+
+    @classmethod
+    def of(cls, run: Run) -> Trained:
+        """Load a finished run; a dense model is decomposed by SVD, without any training."""
+        model, data = run.trained()
+        low_rank = bool(low_rank_layers(model))
+        return cls(run, model if low_rank else decompose(model), data, low_rank)
+
+    def dense(self) -> nn.Module:
+        """Return the model with every layer multiplied out."""
+        return all_dense(self.model)
+
+    def example(self, batch: int) -> Any:
+        """Return inputs of so many samples, copies of the data's example."""
+        return with_tensors(
+            self.data.example, lambda value: value.repeat(batch, *[1] * (value.ndim - 1))
+        )
+
+    def tested(self, plain: nn.Module) -> dict[str, float]:
+        """Recalibrate BatchNorm of a plain model, in place, and return its test metrics."""
+        recalibrate(plain, self.data.train, max(1, self.run.recipe.recalibration))
+        return self.test(plain)
+
+    def test(self, model: nn.Module | None = None) -> dict[str, float]:
+        """Return the test metrics of the model, at its active ranks, or of another one."""
+        if self.data.test is None:
+            return {}
+        return evaluate(model or self.model, self.data.test, self.loss)
+
+    @property
+    def loss(self) -> Loss:
+        """What sizes are judged by, as the run itself was: its own loss, or plain cross-entropy."""
+        return to_evaluate(loss_of(self.run.recipe))
+
+
+# -- the frontier ------------------------------------------------------------------------------
+
+
+def search(trained: Trained, **options: Any) -> Frontier:
+    """Search the sizes of a run's model on its training data; `options` are those of `frontier`.
+
+    Accuracies are those of the validation data, if there are any: the test set stays out.
+    """
+    batches, loss = _search_batches(trained.data), trained.loss
+    held_out = trained.data.validation or batches
+    has_classes = _has_classes(trained.model, batches)
+    return frontier(
+        trained.model,
+        lambda model: _mean_loss(model, batches, loss),
+        example=trained.data.example,
+        accuracy=(lambda model: _accuracy(model, held_out)) if has_classes else None,
+        **options,
+    )
+
+
+def find_frontier(
+    trained: Trained, *, method: str = "look-ahead", progress: Progress | None = None
+) -> Frontier:
+    """Search the sizes of a run's model, and write them to frontier.json and the elastic file.
+
+    A search that was stopped goes on where it was.
+    """
+    data, run = trained.data, trained.run
+    journal = run.directory / f"frontier-{method}.jsonl"
+    with alone_in(run.directory):
+        remove_leftovers(run.directory)
+        found = search(trained, method=method, progress=progress, resume=journal)
+        measured = latency(trained.model, data.example)
+        found = found.with_latency(measured.predict, measured.dense)
+        of_model = {"weights": weights_digest(trained.model)}
+        run.write_json("frontier.json", {**json.loads(found.to_json()), **of_model})
+        if trained.low_rank:  # one file, every size, and how to choose among them
+            save(trained.model, run.model_file, frontier=found)
+        journal.unlink(missing_ok=True)
+    return found
+
+
+def frontier_of(trained: Trained, progress: Progress | None = None) -> Frontier:
+    """Return the frontier that a run has, or search it."""
+    path = trained.run.directory / "frontier.json"
+    if not path.exists():
+        return find_frontier(trained, progress=progress)
+    found = Frontier.load(path)
+    require_same_weights(json.loads(path.read_text(encoding="utf-8")), trained.model, path)
+    return found
+
+
+def _search_batches(data: Data) -> list[tuple[Any, Any]]:
+    """Return the same training samples each time, as one batch where they can be put together."""
+    torch.manual_seed(0)
+    batches, count = [], 0
+    for inputs, target in data.train:
+        batches.append((inputs, target))
+        count += samples_in(target)
+        if count >= SAMPLES:
+            break
+    if not batches:
+        raise OptionError("the training data is empty: there is nothing to search on.")
+    if all(isinstance(part, Tensor) for batch in batches for part in batch):
+        inputs = torch.cat([inputs for inputs, _ in batches])[:SAMPLES]
+        return [(inputs, torch.cat([target for _, target in batches])[:SAMPLES])]
+    return batches
+
+
+def _mean_loss(model: nn.Module, batches: Sequence[tuple[Any, Any]], loss: Loss) -> float:
+    """Return the mean loss over all targets of some batches; NaN if none of them counts."""
+    device, score = device_of(model), Score()
+    for inputs, target in batches:
+        target = on_device(target, device)
+        output = call(model, on_device(inputs, device))
+        score.add(loss(output, target), output, target, summed=sums(loss))
+    return score.means().get("loss", math.nan)
+
+
+def _accuracy(model: nn.Module, batches: Any) -> float:
+    device, correct, count = device_of(model), 0, 0
+    for inputs, target in batches:
+        hits = hits_of(call(model, on_device(inputs, device)), on_device(target, device))
+        assert hits is not None
+        correct, count = correct + int(hits.sum()), count + hits.numel()
+        if count >= SAMPLES:
+            break
+    return correct / count
+
+
+def _has_classes(model: nn.Module, batches: Sequence[tuple[Any, Any]]) -> bool:
+    """Say whether the model scores classes that are the targets, so that it has an accuracy."""
+    device, (inputs, target) = device_of(model), batches[0]
+    with torch.no_grad(), in_mode(model, training=False):
+        output = call(model, on_device(inputs, device))
+    return hits_of(output, on_device(target, device)) is not None
+
+
+# -- deployment --------------------------------------------------------------------------------
+
+
+def deploy(
+    trained: Trained,
+    limits: Mapping[str, float],
+    formats: Sequence[str],
+    out: Path,
+    *,
+    batch: int = 1,
+    multiple: int | None = None,
+    int8: bool = False,
+    allow_slower: bool = False,
+    progress: Progress | None = None,
+) -> Deployment:
+    """Write the best size of a run's frontier within limits to files, as `deploy_size` does."""
+    require_deployable(limits, formats, out, int8=int8)
+    return deploy_size(
+        trained.model,
+        frontier_of(trained, progress),
+        out,
+        example=trained.example(batch),
+        formats=formats,
+        test=trained.tested,
+        judge=lambda ranks: search(trained, ranks=[ranks])[-1],
+        multiple=multiple,
+        int8=int8,
+        allow_slower=allow_slower,
+        **limits,
+    )
+
+
+def require_deployable(
+    limits: Mapping[str, float], formats: Sequence[str], out: Path, *, int8: bool = False
+) -> None:
+    """Refuse what cannot be meant before anything is loaded, searched or written."""
+    require_limits(limits)
+    for format_ in formats:
+        if format_ not in SUFFIXES:
+            raise OptionError(
+                f"there is no format {format_!r}.{nearest(format_, SUFFIXES)} Formats: "
+                f"{listed(SUFFIXES)}."
+            )
+    if int8 and "onnx" not in formats:
+        raise OptionError("--int8 is for ONNX files: add --to onnx, or leave it out.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OptionError(f"--out {out} exists and is not empty. Give another.")
+
+
+# -- comparison --------------------------------------------------------------------------------
+
+
+def bench(
+    trained: Trained,
+    *,
+    shares: Sequence[float] = (0.5, 0.25, 0.1),
+    batch: int = 1,
+    progress: Progress | None = None,
+) -> str:
+    """Return a table of dense, trained and deployed sizes: cost, latency and test metrics."""
+    found, example = frontier_of(trained, progress), trained.example(batch)
+    models = _models_to_bench(trained, found, shares, example)
+    tests = {name: trained.tested(model) for name, model in models.items()}
+    runs = drawn_call(as_call(example), device_of(trained.model))
+    with torch.inference_mode():
+        times = interleaved(
+            {name: eager(model, runs) for name, model in models.items()}, rounds=ROUNDS
+        )
+    costs = {name: cost_of(model, trained.data.example) for name, model in models.items()}
+    rows = [
+        (
+            name,
+            *_costs_beside(costs[name], costs["dense"]),
+            _time_beside(times[name], times["dense"]),
+            *(f"{value:.4f}" for value in tests[name].values()),
+        )
+        for name in models
+    ]
+    header = ("", "params", "MACs", "bytes", "latency", *(f"test {n}" for n in tests["dense"]))
+    method = f"batch {batch}, {torch.get_num_threads()} threads, medians of {ROUNDS} rounds"
+    return f"{table(header, rows, right=range(1, len(header)))}\n{method}"
+
+
+def _models_to_bench(
+    trained: Trained, found: Frontier, shares: Sequence[float], example: Any
+) -> dict[str, nn.Module]:
+    """Return the dense model, the trained one, and those sizes that the frontier reaches."""
+    model, measured = trained.model, latency(trained.model, example)
+    models = {"dense": trained.dense(), "as trained": extract(model, by=measured)}
+    for share in shares:
+        with suppress(OptionError):  # the frontier does not reach so far down
+            small = best_within(model, found, measured, trained.data.example, max_macs=share)
+            models[f"MACs ≤ {share:g}×"] = small
+    return models
+
+
+def _costs_beside(cost: Cost, dense: Cost) -> tuple[str, str, str]:
+    of_params, of_macs = cost.params / dense.params, (cost.macs or 0) / (dense.macs or 1)
+    return (
+        f"{cost.params:,} ({of_params:.2f}×)",
+        f"{cost.macs:,} ({of_macs:.2f}×)",
+        f"{cost.bytes:,}",
+    )
+
+
+def _time_beside(times: Sequence[float], dense: Sequence[float]) -> str:
+    ratio = statistics.median(a / b for a, b in zip(times, dense, strict=True))
+    return f"{1e3 * statistics.median(times):.3f} ms ({ratio:.2f}×)"

@@ -1,0 +1,114 @@
+"""Which size of a frontier to deploy, and in which form each of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from torch import nn
+
+from maestro_lod.calls import Example
+from maestro_lod.cost import Cost, Costs, better_forms, summary
+from maestro_lod.counting import dense_macs
+from maestro_lod.deploy.latency import round_ranks
+from maestro_lod.deploy.limits import Point
+from maestro_lod.deploy.measured import Latency
+from maestro_lod.deploy.points import Frontier
+from maestro_lod.errors import OptionError
+from maestro_lod.layers.lowrank import PlainForm
+from maestro_lod.surgery import extract
+
+Judge = Callable[[Mapping[str, int]], Point]
+"""Evaluates a submodel that was not searched: ranks in, loss and accuracy out."""
+
+
+@dataclass(frozen=True)
+class GivenForms:
+    """Chooses the form of each layer as it was told."""
+
+    forms: Mapping[str, PlainForm]
+
+    def choose(self, name: str, rank: int) -> PlainForm:
+        return self.forms[name]
+
+
+@dataclass
+class Choice:
+    """The best size of a frontier within limits, in the fastest forms that they allow."""
+
+    model: nn.Module
+    sizes: Frontier
+    limits: Mapping[str, float]
+    measured: Latency
+    example: Example
+    multiple: int | None
+    judge: Judge | None
+    costs: Costs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sizes.point(**self.limits)  # refuses limits that no size meets even as it was found
+        self.costs = Costs(self.model, dense_macs(self.model, self.example))
+
+    def best(self) -> tuple[Point, nn.Module]:
+        """Return the best size that is within the limits as it is deployed, and its plain model."""
+        tried: list[Point] = []
+        for point in self.sizes.within(self.limits):
+            ranks = point.ranks
+            if self.multiple is not None:
+                ranks = round_ranks(self.model, ranks, multiple=self.multiple)
+            if any(ranks == other.ranks for other in tried):
+                continue
+            size, forms = self._fastest(replace(point, ranks=ranks))
+            if ranks != point.ranks and self.judge is not None and self._holds(size, self.limits):
+                again = self.judge(ranks)  # what a rounded size is worth was not searched
+                size = replace(size, loss=again.loss, accuracy=again.accuracy)
+            if self._holds(size, self.limits):
+                plain = extract(self.model, ranks, by=GivenForms(forms))
+                size = replace(size, **asdict(cost_of(plain, self.example)))
+                if self._holds(size, self.limits):
+                    return size, plain
+            tried.append(size)
+        why = replace(self.sizes, points=tuple(tried)).why_none(self.limits, together=True)
+        rounded = f" with its ranks rounded to multiples of {self.multiple}"
+        raise OptionError(
+            f"{why} That is as it would be deployed{rounded if self.multiple else ''}. Give wider "
+            f"limits{', or another multiple to round to' if self.multiple else ''}."
+        )
+
+    def _fastest(self, point: Point) -> tuple[Point, dict[str, PlainForm]]:
+        """Multiply out the layers that are slower factored, as long as limits on the size hold.
+
+        Returns the point with the costs of this, whether or not it is within the limits.
+        """
+        by_size = ("max_params", "max_macs", "max_bytes")
+        sizes = {key: limit for key, limit in self.limits.items() if key in by_size}
+        forms = better_forms(self.model, point.ranks)
+
+        def in_forms(forms: Mapping[str, PlainForm]) -> Point:
+            seconds = self.measured.predict(point.ranks, forms=forms)
+            return replace(point, latency=seconds, **asdict(self.costs.at(point.ranks, forms)))
+
+        for name, form in [*forms.items()]:
+            if form == "factored" and self.measured.choose(name, point.ranks[name]) == "dense":
+                tried: dict[str, PlainForm] = {**forms, name: "dense"}
+                if not sizes or self._holds(in_forms(tried), sizes):
+                    forms = tried
+        return in_forms(forms), forms
+
+    def _holds(self, point: Point, limits: Mapping[str, float]) -> bool:
+        """Say whether a point is within limits; shares are of the frontier's dense model."""
+        return bool(replace(self.sizes, points=(point,)).within(limits))
+
+
+def best_within(
+    model: nn.Module, sizes: Frontier, measured: Latency, example: Example, **limits: float
+) -> nn.Module:
+    """Return the plain model of the best size within limits, in the fastest forms they allow."""
+    return Choice(model, sizes, limits, measured, example, None, None).best()[1]
+
+
+def cost_of(plain: nn.Module, example: Example) -> Cost:
+    """Count what a plain model costs, from the model itself."""
+    counted = summary(plain, example)
+    size = sum(t.nbytes for t in (*plain.parameters(), *plain.buffers()))
+    return Cost(counted.params, counted.macs, size)

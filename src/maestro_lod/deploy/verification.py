@@ -1,0 +1,82 @@
+"""Does a file compute what its model does?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from maestro_lod.calls import Call
+from maestro_lod.deploy.timing import batch_of, run
+from maestro_lod.errors import CheckpointError, LayerError
+
+TOLERANCE = 1e-4
+"""How far the outputs of a file may be from the model's, relative to the largest of these. For
+half-precision models it is eight units in the last place instead, if that is more."""
+
+INT8_TOLERANCE = 0.2
+"""The same for files quantized to int8. They report their difference; beyond this it is garbage."""
+
+Runner = Callable[[Call], list[Tensor]]
+"""Runs a file: a call in, a list of tensors out."""
+
+
+def require_same_outputs(
+    model: nn.Module, runner: Runner, calls: list[Call], limit: float, path: Path
+) -> float:
+    """Return the largest difference between a file and its model, or refuse the file."""
+    worst = 0.0
+    for call in calls:
+        expected, got = tensors_in(run(model, call)), runner(call)
+        where = f"{path.name} was not written: at batch size {batch_of(call)} the file gives"
+        if [t.shape for t in expected] != [t.shape for t in got]:
+            shapes = [tuple(t.shape) for t in got], [tuple(t.shape) for t in expected]
+            raise CheckpointError(f"{where} outputs of shapes {shapes[0]} instead of {shapes[1]}.")
+        for one, other in zip(expected, got, strict=True):
+            worst = max(worst, _difference(one.cpu().double(), other.cpu().double()))
+        if not worst <= limit:
+            raise CheckpointError(
+                f"{where} outputs that are off by {worst:.1e} of the largest, more than "
+                f"{limit:.0e}. Try another format, or the model in float32."
+            )
+    return worst
+
+
+def require_numbers(model: nn.Module, outputs: Any) -> None:
+    """Refuse a model that answers with nothing but NaN: any file would equal it."""
+    values = [t for t in tensors_in(outputs) if t.is_floating_point() and t.numel()]
+    if values and all(bool(t.isnan().all()) for t in values):
+        raise LayerError(
+            f"{type(model).__name__} gives nothing but NaN: its training has diverged. Go back to "
+            "the last good checkpoint."
+        )
+
+
+def _difference(expected: Tensor, got: Tensor) -> float:
+    """Return the largest difference relative to the largest finite value; infinite if that fails.
+
+    Values that are not finite must be the same on both sides.
+    """
+    finite = expected.isfinite()
+    if not torch.allclose(expected[~finite], got[~finite], equal_nan=True):
+        return float("inf")
+    expected, got = expected[finite], got[finite]
+    if not bool(got.isfinite().all()):
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    scale = float(expected.abs().max()) or 1.0
+    return float((expected - got).abs().max()) / scale
+
+
+def tolerance_of(model: nn.Module) -> float:
+    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return max([TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in floats)])
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

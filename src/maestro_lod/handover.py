@@ -1,0 +1,144 @@
+"""What a user put on a layer stays with it, whatever the layer becomes; and copies of models."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.errors import LayerError
+from maestro_lod.layers.registry import is_opened
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_FLAGS = (
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+)  # fmt: skip
+STATE_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+def hand_over(old: nn.Module, new: nn.Module, *, added_by: nn.Module | None = None) -> None:
+    """Give a layer's hooks, bias Parameter (it may be shared) and what a user added to another.
+
+    What replaces a layer of torch keeps a list of what was added. `added_by` has that list, if it
+    is neither of the two.
+    """
+    for attribute in _HOOKS + _HOOK_FLAGS:
+        setattr(new, attribute, getattr(old, attribute))
+    if "bias" in old._parameters and "bias" in last_of(new)._parameters:
+        last_of(new).bias = old.bias
+    keeper = added_by or old
+    if hasattr(type(new), "handed_over"):
+        opened = is_opened(new)  # torch's own then has private attributes too
+        new.__dict__["handed_over"] = tuple(
+            key
+            for key in (*vars(old), *old._buffers)
+            if not hasattr(new, key) and not (opened and key.startswith("_"))
+        )
+        keeper = new
+    for key in getattr(keeper, "handed_over", ()):
+        _put(new, key, getattr(old, key), old)
+
+
+def last_of(layer: nn.Module) -> nn.Module:
+    """Return the plain layer that holds the bias: the last one of several."""
+    return layer[-1] if isinstance(layer, nn.Sequential) else layer
+
+
+def own_memory(layer: nn.Module, keys: Iterable[str]) -> None:
+    """Give these parameters of a layer memory of their own, in place."""
+    for key in keys:
+        if (parameter := layer._parameters.get(key)) is not None:
+            copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            layer._parameters[key] = copied
+
+
+def _put(new: nn.Module, key: str, value: Any, old: nn.Module) -> None:
+    """Set an attribute of a module, or a buffer where it was one."""
+    if key in old._buffers:
+        new.register_buffer(key, value, persistent=key not in old._non_persistent_buffers_set)
+    else:
+        setattr(new, key, value)
+
+
+def copy_without_hooks(
+    model: nn.Module, memo: dict[int, Any], replaced: Iterable[nn.Module] = ()
+) -> nn.Module:
+    """Deep-copy a model, taking what `memo` holds (by id) instead of copying it; hooks stay out.
+
+    What `memo` holds for layers in `replaced` gets copies of what a user put on them.
+    """
+    for module in model.modules():
+        for attribute in _HOOKS + STATE_HOOKS:
+            hooks: dict[int, Any] = getattr(module, attribute)
+            memo[id(hooks)] = OrderedDict((k, h) for k, h in hooks.items() if _makes_weights(h))
+        for value in _loose_tensors(module):  # activations, a weight that such a hook computed
+            if not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+    try:
+        copied = copy.deepcopy(model, memo)
+        for layer in replaced:
+            for key in getattr(layer, "handed_over", ()):
+                _put(memo[id(layer)], key, copy.deepcopy(getattr(layer, key), memo), layer)
+    except TypeError as error:
+        raise LayerError(
+            f"{type(model).__name__} cannot be copied ({error}). Take what cannot be out of its "
+            "attributes, or tell Python how to copy it (__deepcopy__)."
+        ) from error
+    for module in copied.modules():  # transformers notes that its hooks are there; now they are not
+        vars(module).pop("_output_capturing_hooks_installed", None)
+    return copied
+
+
+def copy_on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of the model on the meta device: its structure and shapes, no memory."""
+    memo: dict[int, Any] = {}
+    loose = (tensor for module in model.modules() for tensor in _loose_tensors(module))
+    for tensor in (*model.parameters(), *model.buffers(), *loose):
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy_without_hooks(model, memo)
+
+
+def _makes_weights(hook: Any) -> bool:
+    """Tell hooks by which torch itself makes weights from hooks that a user added."""
+    hook = getattr(hook, "hook", hook)  # torch wraps those that run before loading
+    lazy = getattr(hook, "__name__", "") in ("_infer_parameters", "_lazy_load_hook")
+    return lazy or type(hook).__module__.startswith("torch.nn.utils")
+
+
+def _loose_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Find the tensors that a module holds in its attributes or in containers there."""
+    for value in vars(module).values():
+        yield from (held for held in held_in(value) if isinstance(held, Tensor))
+
+
+def held_in(value: Any) -> Iterator[nn.Module | Tensor]:
+    """Find what an attribute holds: itself, in plain containers, or bound to a function."""
+    waiting, seen = [value], set()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, nn.Module | Tensor):
+            yield part
+        elif id(part) not in seen:  # containers may hold themselves
+            seen.add(id(part))
+            if isinstance(part, dict):
+                waiting += part.values()
+            elif isinstance(part, list | tuple | set):
+                waiting += part
+            elif isinstance(part, functools.partial):
+                waiting += [part.func, part.args, part.keywords]
+            elif isinstance(part, types.MethodType):
+                waiting.append(part.__self__)
+            elif isinstance(part, types.SimpleNamespace):
+                waiting += vars(part).values()

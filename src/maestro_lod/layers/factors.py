@@ -1,0 +1,205 @@
+"""Two factors and how many of their ranks are stored, active and trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.errors import RankError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_NO_LIMIT = 2**31 - 1  # the compiled form of "no active rank": every rank counts
+
+
+def _changeable(number: int, device: torch.device) -> Tensor:
+    """Return a number as a tensor that can be changed later, wherever it was made."""
+    with torch.inference_mode(False):
+        return torch.tensor(number, device=device)
+
+
+class Factors(nn.Module):
+    """Two factors whose ranks can be used, resized and loaded up to any number of them."""
+
+    u: nn.Parameter
+    v: nn.Parameter
+    bias: nn.Parameter | None
+    groups: int
+    matrix_shape: tuple[int, int]
+    """The shape (m, n) of the matrix that each group factors."""
+    positions: int | None
+    """Where the last forward applied the weight (batch included); None if there was none."""
+    _limit: Tensor
+
+    def __init__(
+        self, u: Tensor, v: Tensor, bias: Tensor | None, *, groups: int = 1, trainable: bool = True
+    ) -> None:
+        super().__init__()
+        self.u = nn.Parameter(u, requires_grad=trainable)
+        self.v = nn.Parameter(v, requires_grad=trainable)
+        if bias is None:
+            self.register_parameter("bias", None)
+        else:
+            self.bias = nn.Parameter(bias, requires_grad=trainable)
+        self.groups = groups
+        u_kernel, v_kernel = math.prod(u.shape[2:]), math.prod(v.shape[2:])
+        self.matrix_shape = (u.shape[0] // groups * u_kernel, v.shape[1] // groups * v_kernel)
+        self.positions = None
+        self._active: int | None = None
+        self._trainable: tuple[bool, bool] | None = None  # of factors that are frozen while empty
+        # The same number for compiled graphs: as a tensor it can change without a new graph. No
+        # buffer, which averaged copies would take over and `to_empty` would leave undefined.
+        self._limit = _changeable(_NO_LIMIT, u.device)
+
+    @property
+    def rank(self) -> int:
+        """The number of ranks that are stored."""
+        return self.v.shape[0]
+
+    @property
+    def full_rank(self) -> int:
+        """The rank at which any dense weight can be represented."""
+        return min(self.matrix_shape)
+
+    def truncated(self, rank: int | None) -> tuple[Tensor, Tensor]:
+        """Return detached copies of the first ranks of `u` and `v`; rank 0 gives one zero rank."""
+        rank = self.rank if rank is None else rank
+        if rank == 0:
+            u, v = self._zero_rank()
+        else:
+            u, v = self.u[:, :rank], self.v[:rank]
+        return u.detach().clone(), v.detach().clone()
+
+    def _zero_rank(self) -> tuple[Tensor, Tensor]:
+        """Return one rank of zeros, which keeps shapes right where no rank is left.
+
+        The empty sums tie the zeros to the parameters, which therefore get (empty) gradients.
+        """
+        u, v = self.u, self.v
+        return (
+            u.new_zeros(u.shape[0], 1, *u.shape[2:]) + u[:, :0].sum(),
+            v.new_zeros(1, *v.shape[1:]) + v[:0].sum(),
+        )
+
+    # -- the active rank -----------------------------------------------------------------------
+
+    @property
+    def active_rank(self) -> int:
+        """How many of the stored ranks the forward uses."""
+        return self.rank if self._active is None else min(self._active, self.rank)
+
+    def activate(self, rank: int | None) -> None:
+        """Use only the first `rank` ranks from now on; None uses all. See `at_ranks`."""
+        if rank is not None and not 0 <= rank <= self.rank:
+            raise RankError(f"active rank {rank} is not between 0 and the stored rank {self.rank}.")
+        self.__dict__["_active"] = rank  # past nn.Module's slow setattr
+        self._limit.fill_(_NO_LIMIT if rank is None else rank)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._place_limit()
+        return self
+
+    def _place_limit(self) -> None:
+        """Keep the active rank that compiled graphs read beside the factors."""
+        if self._limit.device != self.u.device:
+            rank = _NO_LIMIT if self._active is None else self._active
+            self._limit = _changeable(rank, self.u.device)
+
+    def _active_factors(self) -> tuple[Tensor, Tensor]:
+        u, v = self.u, self.v  # once each: nn.Module looks parameters up slowly
+        stored = v.shape[0]
+        if stored == 0:
+            return self._zero_rank()
+        if torch.compiler.is_compiling():
+            # A slice would make a new graph for every rank, a mask on the smaller side does not.
+            mask = (torch.arange(stored, device=u.device) < self._limit).to(u.dtype)
+            return u * mask.view(-1, *[1] * (u.ndim - 2)), v
+        if self._active is None or self._active >= stored:
+            return u, v
+        if self._active == 0:
+            return self._zero_rank()
+        return u[:, : self._active], v[: self._active]
+
+    def note_positions(self, positions: int) -> None:
+        """Remember where the weight is applied; also says that the layer has run."""
+        if torch.compiler.is_compiling():
+            self.positions = positions
+        else:  # past nn.Module's slow setattr
+            self.__dict__["positions"] = positions
+
+    # -- ranks that change shape ---------------------------------------------------------------
+
+    def resize(self, rank: int) -> None:
+        """Give the factors room for `rank` ranks, contents undefined; Parameters keep identity.
+
+        Keeping the Parameter objects lets an optimizer that already holds them go on.
+        """
+        for factor, dim in ((self.u, 1), (self.v, 0)):
+            shape = [*factor.shape]
+            shape[dim] = rank
+            # in the memory layout it had, which fused optimizers expect of their state too
+            layout = sorted(range(factor.ndim), key=factor.stride, reverse=True)
+            factor.grad = None
+            factor.data = torch.empty_permuted(
+                shape, layout, dtype=factor.dtype, device=factor.device
+            )
+        self.freeze_if_empty()
+
+    def freeze_if_empty(self) -> None:
+        """Give factors without ranks no gradients, which some optimizers cannot take.
+
+        Factors that get ranks again become trainable as they were.
+        """
+        if self.rank == 0 and (self.u.requires_grad or self.v.requires_grad):
+            self._trainable = self.u.requires_grad, self.v.requires_grad
+            self._train_factors(False, False)
+        elif self.rank > 0 and self._trainable is not None:
+            self._train_factors(*self._trainable)
+            self._trainable = None
+
+    @property
+    def trainable(self) -> tuple[bool, bool]:
+        """Whether u and v are trained, or would be if they had ranks."""
+        return self._trainable or (self.u.requires_grad, self.v.requires_grad)
+
+    def _train_factors(self, u: bool, v: bool) -> None:
+        self.u.requires_grad_(u)
+        self.v.requires_grad_(v)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take the rank from the incoming shapes, so that any trainer's resume works."""
+        u, v = state_dict.get(f"{prefix}u"), state_dict.get(f"{prefix}v")
+        if isinstance(u, Tensor) and isinstance(v, Tensor) and v.ndim == self.v.ndim:
+            rank = v.shape[0]
+            if u.ndim != self.u.ndim or u.shape[1] != rank or rank > self.full_rank:
+                error_msgs.append(
+                    f"factors of {prefix.rstrip('.') or 'the model itself'} do not fit together: "
+                    f"u {tuple(u.shape)}, v {tuple(v.shape)}, full rank {self.full_rank}."
+                )
+                return
+            same_otherwise = (
+                u.shape[:1] + u.shape[2:] == self.u.shape[:1] + self.u.shape[2:]
+                and v.shape[1:] == self.v.shape[1:]
+            )
+            if rank != self.rank and same_otherwise:
+                self.resize(rank)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._place_limit()
+        self.freeze_if_empty()

@@ -1,0 +1,56 @@
+"""Low-rank weight matrices that another module multiplies by, such as a recurrent layer's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from maestro_lod.layers.lowrank import LowRank, PlainForm, empty_like_weight
+from maestro_lod.layers.recurrent import Matrix, Product
+from maestro_lod.layers.registry import register
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@register(Matrix)
+class LowRankMatrix(LowRank):
+    """A weight matrix u·v that another module multiplies by; it has no forward of its own."""
+
+    kind = "Matrix"
+    options = ()
+
+    @classmethod
+    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
+        assert isinstance(dense, Matrix)
+        m, n = dense.weight.shape
+        rank = min(m, n) if rank is None else rank
+        layer = cls(
+            empty_like_weight(dense, m, rank),
+            empty_like_weight(dense, rank, n),
+            None,
+            trainable=dense.weight.requires_grad,
+        )
+        return layer.train(dense.training)
+
+    # torch's recurrent kernels take dense weights, so factors save parameters and no MACs
+
+    def plain_macs(self, form: PlainForm, positions: int, rank: int) -> int:
+        return self.dense_macs(positions)
+
+    def executed_macs(self, positions: int, rank: int) -> int:
+        return (positions + rank) * self.dense_weights
+
+    def dense(self, rank: int | None = None) -> nn.Module:
+        u, v = self.truncated(rank)
+        return Matrix(nn.Parameter(u @ v, self.trainable[0])).train(self.training)
+
+    def factored(self, rank: int | None = None) -> nn.Module:
+        u, v = (
+            nn.Parameter(f, t) for f, t in zip(self.truncated(rank), self.trainable, strict=True)
+        )
+        return Product(u, v).train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"{self.u.shape[0]}, {self.v.shape[1]}, {self._repr_rank()}"

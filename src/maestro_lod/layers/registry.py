@@ -1,0 +1,120 @@
+"""Which layers can become low-rank: what replaces each type of dense layer.
+
+A kind of your own is one class and one line:
+
+    @register(nn.Bilinear)
+    class LowRankBilinear(LowRank):
+        ...
+
+A layer with one weight is replaced by a `LowRank`. A layer with several is *opened*: replaced by a
+module that calls or reads parts, each of which is a dense layer of a registered type. Such a class
+defines what `Opened` says. `examples/own_layer.py` is a kind to copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import nn
+
+from maestro_lod.errors import LayerError
+from maestro_lod.layers.lowrank import LowRank
+
+Kind = TypeVar("Kind", bound=type)
+
+
+@runtime_checkable
+class Opened(Protocol):
+    """A layer with several weights whose parts are modules: made of the dense layer alone."""
+
+    handed_over: tuple[str, ...]
+    """The names of what a user had put on the dense layer."""
+    applies_parts: bool
+    """Whether it multiplies by its parts' weights itself, at `positions_of` its inputs, instead of
+    calling them."""
+
+    @staticmethod
+    def obstacle(dense: Any) -> str:
+        """Return why this dense layer must stay closed, '' if nothing speaks against it."""
+
+    def closed(self, parts: Mapping[str, nn.Module]) -> nn.Module | None:
+        """Return the dense layer again over these parts, None unless all are dense."""
+
+
+_KINDS: dict[type | str, Any] = {}
+
+
+def register(dense: type[nn.Module] | str) -> Callable[[Kind], Kind]:
+    """Let a class replace layers of this type when a model is decomposed.
+
+    A type of a package that is not imported here is given by its full name. Subclasses count as
+    long as they change nothing but how they are made and shown: see `changed_by`.
+    """
+
+    def add(kind: Kind) -> Kind:
+        if not issubclass(kind, LowRank) and not hasattr(kind, "closed"):
+            raise LayerError(
+                f"{kind.__name__} is no kind of layer: derive it from maestro_lod.layers.LowRank, "
+                "or define obstacle and closed as maestro_lod.layers.Opened says."
+            )
+        known = _KINDS.get(dense)
+        if known is not None and known.__qualname__ != kind.__qualname__:
+            name = dense if isinstance(dense, str) else dense.__name__
+            raise LayerError(f"{name} is replaced by {known.__name__} already.")
+        _KINDS[dense] = kind
+        return kind
+
+    return add
+
+
+_HARMLESS = {"__init__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"}
+
+
+def changed_by(subclass: type, base: type) -> list[str]:
+    """List what a subclass defines that what replaces its base would not have or do.
+
+    Methods that need no instance are reached by the class, which stays, unless the base has them.
+    """
+    between = [each for each in subclass.__mro__ if each not in base.__mro__]
+    return [
+        name
+        for each in between
+        for name, value in vars(each).items()
+        if hasattr(base, name) or not isinstance(value, staticmethod | classmethod)
+        if name not in _HARMLESS and (name not in _OF_EVERY_CLASS)
+    ]
+
+
+_OF_EVERY_CLASS = {*vars(type("_", (), {"__annotations__": {}})), "__constants__"}
+
+
+def registered_base(dense: type) -> type | None:
+    """Return the registered type that a type is or comes from, None if there is none."""
+    return next((base for base in dense.__mro__ if _registered(base) is not None), None)
+
+
+def _registered(dense: type) -> Any:
+    return _KINDS.get(dense) or _KINDS.get(f"{dense.__module__}.{dense.__qualname__}")
+
+
+def _kind_of(dense: type) -> Any:
+    base = registered_base(dense)
+    return None if base is None or changed_by(dense, base) else _registered(base)
+
+
+def low_rank_type(dense: type) -> type[LowRank] | None:
+    """Return what replaces layers of this type that have one weight, None if nothing does."""
+    kind = _kind_of(dense)
+    return kind if kind is not None and issubclass(kind, LowRank) else None
+
+
+def opened_type(dense: type) -> Any:
+    """Return what opens layers of this type that have several weights, None if nothing does."""
+    kind = _kind_of(dense)
+    return None if kind is None or issubclass(kind, LowRank) else kind
+
+
+def is_opened(module: nn.Module) -> bool:
+    """Say whether a module is an opened layer."""
+    return type(module) in _KINDS.values() and not isinstance(module, LowRank)

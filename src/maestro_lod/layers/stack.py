@@ -1,0 +1,92 @@
+"""Low-rank stacks of matrices, one per expert, of which each row of the input meets one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from maestro_lod.layers.experts import Stack, StackedProduct, apply_stacked
+from maestro_lod.layers.lowrank import LowRank, composing_pays, empty_like_weight
+from maestro_lod.layers.registry import register
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@register(Stack)
+class LowRankStack(LowRank):
+    """A matrix u·v per expert; the experts are its groups, which share one rank.
+
+    One rank keeps the factors of all experts in two tensors, as the dense weights are in one, so
+    that they train, shrink and are stored as any other layer's.
+    """
+
+    kind = "Experts"
+    options = ()
+    transposed: bool
+
+    @classmethod
+    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
+        assert isinstance(dense, Stack)
+        experts, m, n = (dense.weight.mT if dense.transposed else dense.weight).shape
+        rank = min(m, n) if rank is None else rank
+        layer = cls(
+            empty_like_weight(dense, experts * m, rank),
+            empty_like_weight(dense, rank, experts * n),
+            None,
+            groups=experts,
+            trainable=dense.weight.requires_grad,
+        )
+        layer.transposed = dense.transposed
+        return layer.train(dense.training)
+
+    def to_weight(self, matrices: Tensor) -> Tensor:
+        return matrices.mT if self.transposed else matrices
+
+    def to_matrices(self, weight: Tensor) -> Tensor:
+        return weight.mT if self.transposed else weight
+
+    # -- computing -----------------------------------------------------------------------------
+
+    def forward(self, rows: Tensor, experts: Tensor) -> Tensor:  # type: ignore[override]
+        self.note_positions(len(rows))
+        first, second = reversed(self._matrices(*self._active_factors()))
+        if composing_pays(len(rows) // self.groups, *self.matrix_shape, first.shape[1]):
+            return apply_stacked(rows, experts, second @ first)
+        return apply_stacked(rows, experts, first, second)
+
+    def positions_of(self, *inputs: Tensor) -> int:
+        return len(inputs[0])
+
+    # Every row meets the matrix of one expert alone.
+
+    def macs(self, positions: int, rank: int | None = None) -> int:
+        return positions * self.weights(rank) // self.groups
+
+    def dense_macs(self, positions: int) -> int:
+        return positions * self.dense_weights // self.groups
+
+    def executed_macs(self, positions: int, rank: int) -> int:
+        m, n = self.matrix_shape
+        rank = max(rank, 1)
+        if composing_pays(positions // self.groups, m, n, rank):
+            return (positions + self.groups * rank) * m * n
+        return self.macs(positions, rank)
+
+    # -- plain forms ---------------------------------------------------------------------------
+
+    def dense(self, rank: int | None = None) -> nn.Module:
+        weight = self._compose(*self.truncated(rank)).contiguous()
+        stack = Stack(nn.Parameter(weight, self.trainable[0]), transposed=self.transposed)
+        return stack.train(self.training)
+
+    def factored(self, rank: int | None = None) -> nn.Module:
+        u, v = (
+            nn.Parameter(f, t) for f, t in zip(self.truncated(rank), self.trainable, strict=True)
+        )
+        return StackedProduct(u, v, self.groups).train(self.training)
+
+    def extra_repr(self) -> str:
+        m, n = self.matrix_shape
+        return f"{self.groups} experts, {m}×{n}, {self._repr_rank()}"

@@ -1,0 +1,69 @@
+"""Where the factors of a model are used: by their own layer, by a head that shares them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+
+from maestro_lod.layers.embedding import SharedHead
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.layers.registry import is_opened
+
+Costed: TypeAlias = LowRank | SharedHead
+Role: TypeAlias = Literal["low-rank", "shared", "opened"]
+
+
+def role_of(module: nn.Module | None) -> Role | None:
+    """Say what a module stands for in a low-rank model, None for a layer of the dense one."""
+    if isinstance(module, LowRank):
+        return "low-rank"
+    if isinstance(module, SharedHead):
+        return "shared"
+    return "opened" if module is not None and is_opened(module) else None
+
+
+@dataclass(frozen=True)
+class Use:
+    """One module that multiplies by the factors of a low-rank layer."""
+
+    name: str
+    """Of the module that says what it costs."""
+    owner: str
+    """The low-rank layer whose factors they are."""
+    costs: Costed
+    caller: str
+    """The module whose inputs say at how many positions."""
+    positions_of: Callable[..., int]
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind of layer, for tables."""
+        return self.costs.kind
+
+    @property
+    def head(self) -> SharedHead | None:
+        """The head that shares its embedding's factors, None for the layer itself."""
+        return self.costs if isinstance(self.costs, SharedHead) else None
+
+
+def uses_of(model: nn.Module) -> list[Use]:
+    """Return all uses of factors in the order of the model's modules."""
+    modules = dict(model.named_modules())
+    name_of = {id(layer): name for name, layer in low_rank_layers(model).items()}
+    uses = []
+    for name, module in modules.items():
+        if isinstance(module, SharedHead):
+            if id(module.embedding) in name_of:  # it may be outside of the part that is given
+                owner = name_of[id(module.embedding)]
+                uses.append(Use(name, owner, module, name, module.positions_of))
+        elif isinstance(module, LowRank):
+            above = name.rpartition(".")[0]
+            parent: Any = modules[above] if name else None
+            inside = parent is not None and is_opened(parent) and parent.applies_parts
+            caller, asked = (above, parent) if inside else (name, module)
+            uses.append(Use(name, name, module, caller, asked.positions_of))
+    return uses

@@ -1,0 +1,67 @@
+"""Training a model as it is: what every other method is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from maestro_lod.cost import count_params
+from maestro_lod.errors import OptionError, TrainingError
+from maestro_lod.layers.ranks import low_rank_layers, unwrapped
+from maestro_lod.train.method import RunPlan, Settings
+from maestro_lod.train.record import MethodRecord
+
+
+@dataclass(frozen=True)
+class DenseSettings(Settings):
+    """There is nothing to choose."""
+
+    def make(self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int) -> Dense:
+        return Dense()
+
+
+class Dense:
+    """Trains a model as it is."""
+
+    def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
+        if low_rank_layers(model):
+            raise OptionError(
+                f"{type(model).__name__} is low-rank but fit got no LoD: nothing would be sampled. "
+                "Give method=LoD(model, optimizer, …)."
+            )
+        self._model = unwrapped(model)
+
+    def backward(
+        self,
+        forward: Callable[[], Any],
+        loss: Callable[[Any], Tensor],
+        *,
+        weight: float = 1.0,
+        soft_loss: Callable[[Any, Any], Tensor] | None = None,
+    ) -> Tensor:
+        value = loss(forward())
+        if not bool(value.detach().isfinite()):
+            raise TrainingError(
+                f"the loss is {value.item()}. Lower the learning rate or clip gradients."
+            )
+        (value * weight).backward()  # type: ignore[no-untyped-call]
+        return value.detach() * weight
+
+    def end_epoch(self, *, last: bool) -> None:
+        pass
+
+    def record(self) -> MethodRecord:
+        return MethodRecord(params=count_params(self._model), relative_params=1.0)
+
+    def training_cost(self) -> None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass

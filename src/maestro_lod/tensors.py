@@ -1,0 +1,289 @@
+"""Safetensors files: written as a whole or not at all, read as far as needed, and proven.
+
+The format is that of every safetensors file, and any reader of it reads these. Two texts in the
+header are ours: `digests`, of the blocks of all tensors in the order of the file (see `digests`),
+and in front of everything `digest`, of the rest of the header. So the header proves itself, and
+each block is proven by the header. The same tensors and texts give the same bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from maestro_lod.digests import LENGTH, block_ends, digest, digests
+from maestro_lod.errors import CheckpointError
+from maestro_lod.files import replacing, writing
+
+_DTYPE = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "U16": torch.uint16, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64,
+    "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F64": torch.float64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+"""What safetensors calls torch's dtypes."""
+_NAME = {dtype: name for name, dtype in _DTYPE.items()}
+
+_BEFORE_DIGEST = b'{"__metadata__":{"digest":"'
+
+
+def distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a state dict, each memory once, and the other names of shared ones."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{key} is extra state of type {type(value).__name__}, which safetensors cannot "
+                "hold. Save it separately."
+            )
+        _require_storable(key, value)
+        where = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and where in first:
+            aliases[key] = first[where]
+        else:
+            first[where] = key
+            tensors[key] = value
+    return tensors, aliases
+
+
+def _require_storable(key: str, value: Tensor) -> None:
+    if value.is_meta:
+        raise CheckpointError(f"{key} is on the meta device: there is nothing to save.")
+    if value.dtype not in _NAME:
+        raise CheckpointError(f"{key} is of {value.dtype}, which the file cannot hold.")
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def write_tensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], path: Path) -> None:
+    """Write tensors and texts to a file, atomically; what is the same gives the same bytes."""
+    for key, value in tensors.items():
+        _require_storable(key, value)
+    with replacing(path) as place, writing(path):
+        save_file(tensors, place, metadata)
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Fill a file: room for the header, then the tensors, whose digests complete the header."""
+    # wide numbers first, as other writers do: all of them lie at multiples of their size
+    order = sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
+    entries: dict[str, dict[str, Any]] = {}
+    count = end = 0
+    for key in order:
+        value, begin = tensors[key], end
+        end += value.nbytes
+        offsets = {"data_offsets": [begin, end]}
+        entries[key] = {"dtype": _NAME[value.dtype], "shape": list(value.shape), **offsets}
+        count += len(_ends(value.shape, value.nbytes))
+
+    def header(proofs: str) -> bytes:
+        texts = {"digest": "-" * LENGTH, "digests": proofs, **metadata}
+        text = json.dumps({"__metadata__": texts, **entries}, separators=(",", ":")).encode()
+        return text + b" " * (-len(text) % 8)
+
+    length = len(header("-" * LENGTH * count))
+    with path.open("wb") as file:
+        file.seek(8 + length)
+        proofs = [_write(tensors[key], file) for key in order]
+        file.seek(0)
+        file.write(_proven(struct.pack("<Q", length), header("".join(proofs))))
+
+
+def _ends(shape: Any, size: int) -> list[int]:
+    """Return where the blocks of a tensor end, whose rows are along its first dimension."""
+    if not size:
+        return []
+    rows = shape[0] if len(shape) else 1
+    return block_ends(rows, size // rows)
+
+
+def _write(value: Tensor, file: BinaryIO) -> str:
+    """Write the bytes of a tensor and return their digests."""
+    if not value.numel():
+        return ""
+    packed = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    data = memoryview((ctypes.c_char * packed.nbytes).from_address(packed.data_ptr())).cast("B")
+    file.write(data)
+    return digests(data, _ends(packed.shape, packed.nbytes))
+
+
+def _proven(length: bytes, header: bytes) -> bytes:
+    """Return the start of a file with the digest of its header in place."""
+    rest = header[len(_BEFORE_DIGEST) + LENGTH :]
+    return length + _BEFORE_DIGEST + digest(length, rest).encode() + rest
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened_file(path: Path, *, verify: bool = True) -> Iterator[TensorFile]:
+    """Open a file for reading; whatever is wrong with it is told in one line."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            yield TensorFile.of(file, path, verify)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged or no safetensors file ({error}).") from error
+
+
+class _Damage(OSError):
+    """Bytes that no writer of safetensors files has written so."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What the header says about one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, key: str, told: Any, path: Path) -> _Entry:
+        """Read an entry; its shape has to give the bytes that it takes."""
+        if told["dtype"] not in _DTYPE:
+            raise CheckpointError(f"{key} in {path} is of an unknown type, {told['dtype']}.")
+        dtype, shape = _DTYPE[told["dtype"]], tuple(told["shape"])
+        begin, end = told["data_offsets"]
+        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        if not whole or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{key} has another size than its shape")
+        return cls(dtype, shape, begin, end)
+
+    @property
+    def ends(self) -> list[int]:
+        return _ends(self.shape, self.end - self.begin)
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A safetensors file that is open: its texts, and its tensors as they are asked for."""
+
+    metadata: dict[str, str]
+    """All texts but the digests."""
+    proven: bool
+    """Whether the file holds digests; those of before they were invented do not."""
+    _entries: dict[str, _Entry]
+    _proofs: str | None
+    """The digests to compare with what is read."""
+    _file: BinaryIO
+    _start: int
+
+    @classmethod
+    def of(cls, file: BinaryIO, path: Path, verify: bool) -> TensorFile:
+        """Read the header of a file; by plain reads, since a memory map brings in whole pages."""
+        try:
+            size = os.fstat(file.fileno()).st_size
+            packed = _read(file, 8)
+            (length,) = struct.unpack("<Q", packed)
+            if length > size - 8:
+                raise ValueError("the file ends within its header")
+            raw = bytes(_read(file, length))
+            header: dict[str, Any] = json.loads(raw, object_pairs_hook=_without_repetition)
+            metadata = header.pop("__metadata__", {})
+            if not all(isinstance(text, str) for text in metadata.values()):
+                raise ValueError("its texts are none")
+            known = [metadata.pop(name, None) for name in ("digest", "digests")]
+            proven = known != [None, None]  # one alone is damage
+            if verify and proven and _proven(bytes(packed), raw) != packed + raw:
+                raise ValueError("its header is not what was written")
+            entries = {key: _Entry.of(key, told, path) for key, told in header.items()}
+            _require_gapless(entries, size - 8 - length)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise _Damage(str(error) or repr(error)) from error
+        proofs = known[1] if verify else None
+        return cls(metadata, proven, entries, proofs, file, 8 + length)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {key: entry.shape for key, entry in self._entries.items()}
+
+    def read(self, key: str, rows: int | None = None) -> Tensor:
+        """Read a tensor, or its first rows, and refuse bytes that are not those written."""
+        entry = self._entries[key]
+        shape = entry.shape if rows is None else (min(rows, entry.shape[0]), *entry.shape[1:])
+        size = math.prod(shape) * entry.dtype.itemsize
+        if not size:
+            return torch.empty(shape, dtype=entry.dtype)
+        self._file.seek(self._start + entry.begin)
+        raw = _read(self._file, size) if self._proofs is None else self._read_proven(key, size)
+        count = math.prod(shape)
+        return torch.frombuffer(raw, dtype=entry.dtype, count=count).view(shape)
+
+    def _read_proven(self, key: str, size: int) -> bytearray:
+        """Read the blocks that hold the first bytes of a tensor, and compare them."""
+        assert self._proofs is not None
+        ends = self._entries[key].ends
+        needed = [end for end, before in zip(ends, [0, *ends], strict=False) if before < size]
+        raw = bytearray(needed[-1])
+
+        def blocks() -> Iterator[memoryview]:
+            for begin, end in itertools.pairwise([0, *needed]):
+                block = memoryview(raw)[begin:end]
+                _fill(block, self._file)
+                yield block
+
+        with ThreadPoolExecutor(2) as others:  # they digest what is there while more is read
+            found = "".join((others.map if len(needed) > 32 else map)(digest, blocks()))
+        at = self._first_proof[key] * LENGTH
+        if found != self._proofs[at : at + len(found)]:
+            raise _Damage(f"the bytes of {key} are not those that were written")
+        return raw
+
+    @cached_property
+    def _first_proof(self) -> dict[str, int]:
+        """The number of the first digest of each tensor; they follow the order of the data."""
+        order = sorted(self._entries, key=lambda key: self._entries[key].begin)
+        counts = (len(self._entries[key].ends) for key in order)
+        return dict(zip(order, itertools.accumulate(counts, initial=0), strict=False))
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("a name stands twice in the header")
+    return found
+
+
+def _require_gapless(entries: Mapping[str, _Entry], size: int) -> None:
+    """Refuse tensors that overlap or leave bytes of the file unused."""
+    spans = sorted((entry.begin, entry.end) for entry in entries.values())
+    ends = [0, *(end for _, end in spans)]
+    if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != size:
+        raise ValueError("the tensors do not fill the file")
+
+
+def _read(file: BinaryIO, size: int) -> bytearray:
+    raw = bytearray(size)
+    _fill(memoryview(raw), file)
+    return raw
+
+
+def _fill(left: memoryview, file: Any) -> None:
+    """Read until the buffer is full, which takes several reads beyond 2 GiB."""
+    while left:
+        count = file.readinto(left)
+        if not count:
+            raise _Damage("the file ends too early")
+        left = left[count:]

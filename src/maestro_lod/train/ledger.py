@@ -1,0 +1,136 @@
+"""What training costs beside training the dense model, epoch by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from maestro_lod.calls import Example
+from maestro_lod.cost import Cost, Costs, count_params
+from maestro_lod.counting import DenseMacs, dense_macs
+from maestro_lod.layers.ranks import low_rank_layers, ranks
+from maestro_lod.layers.uses import Costed, uses_of
+
+
+@dataclass(frozen=True)
+class EpochCost:
+    """One epoch of training: the ranks in force, and the cost of a step relative to dense."""
+
+    ranks: dict[str, int]
+    params: int
+    """Parameters held in memory."""
+    macs: float | None
+    """Expected forward MACs of a sampled step, by the paper's convention: always factored."""
+    executed_macs: float | None
+    """The same as really executed, each layer factored or composed, whichever it chose."""
+
+
+@dataclass
+class Ledger:
+    """The cost of training beside that of training the dense model, epoch by epoch.
+
+    Counted as in the paper: parameters held in memory at the current ranks, and the expected
+    forward MACs of the sampled network. The factor for the backward is the same on both sides.
+    MACs are None until an example of the model's input is known.
+    """
+
+    dense_params: int
+    dense_macs: int | None = None
+    positions: dict[str, int] = field(default_factory=dict)
+    """At how many positions each low-rank layer applies its weight to the example."""
+    epochs: list[EpochCost] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module, example: Example | None = None) -> Ledger:
+        """Open a ledger for a low-rank model."""
+        layers = low_rank_layers(model)
+        factored = sum(layer.weights() - layer.dense_weights for layer in layers.values())
+        ledger = cls(dense_params=count_params(model) - factored)
+        if example is not None:
+            ledger.measure(model, example)
+        return ledger
+
+    def measure(self, model: nn.Module, example: Example) -> None:
+        """Learn where the layers work, from an example of the model's input."""
+        macs = dense_macs(model, example)
+        self.dense_macs, self.positions = macs.total, macs.positions
+
+    def epoch_cost(
+        self, model: nn.Module, chances: Mapping[str, Sequence[float]], *, full_pass: bool = False
+    ) -> EpochCost:
+        """Return the cost of an epoch at the model's current ranks; append it to `epochs` to book.
+
+        `chances` says how likely each layer is at rank 1, 2, … in a step; layers that are not in
+        it always are at their own.
+        """
+        layers = low_rank_layers(model)
+        return EpochCost(
+            ranks={name: layer.rank for name, layer in layers.items()},
+            params=count_params(model),
+            macs=self._expected(model, chances, full_pass, lambda m, p, r: m.macs(p, r)),
+            executed_macs=self._expected(
+                model, chances, full_pass, lambda m, p, r: m.executed_macs(p, r)
+            ),
+        )
+
+    def costs(self, model: nn.Module) -> Costs:
+        """Return what the model costs deployed at any ranks."""
+        macs = self.dense_macs
+        return Costs(model, None if macs is None else DenseMacs(macs, {}, self.positions))
+
+    def deployed(self, model: nn.Module) -> Cost:
+        """Return what the model costs as `extract` gives it at its current ranks."""
+        return self.costs(model).at(ranks(model))
+
+    def _expected(
+        self,
+        model: nn.Module,
+        chances: Mapping[str, Sequence[float]],
+        full_pass: bool,
+        macs: Callable[[Costed, int, int], int],
+    ) -> float | None:
+        if self.dense_macs is None:
+            return None
+        sampled = full = float(self.dense_macs)
+        for use in uses_of(model):  # a shared head is drawn with its embedding
+            layer, positions = use.costs, self.positions[use.name]
+            whole = macs(layer, positions, layer.rank)
+            full += whole - layer.dense_macs(positions)
+            sampled += whole - layer.dense_macs(positions)
+            for b, chance in enumerate(chances.get(use.owner, ()), 1):
+                sampled += chance * (macs(layer, positions, b) - whole)
+        return sampled + full if full_pass else sampled
+
+    @property
+    def relative_params(self) -> float | None:
+        """Mean parameters in memory over the epochs so far, relative to dense training."""
+        return self._mean([epoch.params for epoch in self.epochs], self.dense_params)
+
+    @property
+    def relative_macs(self) -> float | None:
+        """Mean MACs per step over the epochs so far, relative to dense training."""
+        return self._mean([epoch.macs for epoch in self.epochs], self.dense_macs)
+
+    @property
+    def relative_executed_macs(self) -> float | None:
+        """Like `relative_macs`, for the MACs that were really executed."""
+        return self._mean([epoch.executed_macs for epoch in self.epochs], self.dense_macs)
+
+    @staticmethod
+    def _mean(costs: list[int] | list[float | None], dense: int | None) -> float | None:
+        known = [cost for cost in costs if cost is not None]
+        if not dense or not known or len(known) < len(costs):
+            return None
+        return sum(known) / len(known) / dense
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved ledger."""
+        self.dense_params, self.dense_macs = state["dense_params"], state["dense_macs"]
+        self.positions = dict(state["positions"])
+        self.epochs = [EpochCost(**epoch) for epoch in state["epochs"]]

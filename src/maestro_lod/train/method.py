@@ -1,0 +1,110 @@
+"""The seam behind `fit`, recipes and resume: what a way of training has to do.
+
+A method is two things. Its `Settings` are what a user chooses: a frozen dataclass whose fields are
+keys of a recipe; it prepares the model and, once there is an optimizer, makes the `Method`, which
+does the steps, ends the epochs, and says what it is about. A `LoD` is a `Method`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from maestro_lod.train.record import MethodRecord
+
+Schedule = Callable[[int], float]
+"""The share of its initial learning rate that each parameter group has at optimizer step s."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """How long a training will last."""
+
+    epochs: int
+    steps_per_epoch: int | None
+    """Optimizer steps; None where nobody knows, as for data without a length."""
+    schedule: Schedule | None = None
+
+    @property
+    def rated_steps(self) -> float | None:
+        """All optimizer steps, each counted as its share of the initial learning rate."""
+        if self.steps_per_epoch is None:
+            return None
+        total = self.epochs * self.steps_per_epoch
+        return total if self.schedule is None else sum(map(self.schedule, range(total)))
+
+
+class Method(Protocol):
+    """One training of one model by one optimizer."""
+
+    def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
+        """Begin the run, or go on with it if a state was loaded."""
+
+    def backward(
+        self,
+        forward: Callable[[], Any],
+        loss: Callable[[Any], Tensor],
+        *,
+        weight: float = 1.0,
+        soft_loss: Callable[[Any, Any], Tensor] | None = None,
+    ) -> object:
+        """Do the passes over one batch, its gradients multiplied by `weight`.
+
+        `loss` is to be asked for the loss of an output at least once: what it says last is shown.
+        `soft_loss(output, teacher)`, where there is one, compares two outputs.
+        """
+
+    def end_epoch(self, *, last: bool) -> object:
+        """Do what ends an epoch; parameters may be replaced, in the optimizer too."""
+
+    def record(self) -> MethodRecord:
+        """Say what the model is and costs now, for the record of the epoch that has ended."""
+
+    def training_cost(self) -> dict[str, float | None] | None:
+        """Return what training has cost relative to dense, by kind; None where nobody counted."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state as numbers, strings, lists, mappings and tensors."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state; those of model and optimizer are restored already."""
+
+
+class Settings(ABC):
+    """What a user chooses of a method: a frozen dataclass, made of `setting`s, that makes it."""
+
+    alternatives: ClassVar[tuple[str, ...]] = ()
+    """Settings of which one is chosen: what is asked for later takes the place of the others."""
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Return the model to train, before there is an optimizer; it may be another one."""
+        return model
+
+    def require_optimizer(self, kind: type[Optimizer]) -> None:
+        """Refuse a kind of optimizer that the method cannot work with; by default none."""
+        return
+
+    @abstractmethod
+    def make(self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int) -> Method:
+        """Return the method for a prepared model; `example` is an input of it."""
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    least: float | None = None,
+    choices: Iterable[str] | None = None,
+    check: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return the dataclass field of one setting; `check` returns a value or raises ValueError."""
+    metadata = {"meaning": meaning, "least": least, "choices": choices, "check": check}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: [*default], metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)

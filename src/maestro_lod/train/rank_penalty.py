@@ -1,0 +1,145 @@
+"""The penalty on ranks in one training: its λ, as it was chosen, and how it is applied."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from maestro_lod.errors import OptionError, TrainingError, listed
+from maestro_lod.layers.ranks import require_low_rank
+from maestro_lod.train.budget import Steering
+from maestro_lod.train.floor import stalled_above
+from maestro_lod.train.ledger import Ledger
+from maestro_lod.train.method import RunPlan
+from maestro_lod.train.penalty import add_group_lasso_gradients, weighted_group_lasso
+from maestro_lod.train.pressure import penalty_for
+from maestro_lod.train.proximal import Rates, call_after_steps, press
+from maestro_lod.train.strength import Budget, Pressure, Strength
+
+
+class RankPenalty:
+    """λ times the group lasso of a model: as a loss, as gradients, or as proximal steps.
+
+    λ is constant, follows from a pressure and the length of training, or is steered to a budget.
+    """
+
+    def __init__(
+        self,
+        strength: Strength,
+        model: nn.Module,
+        optimizer: Optimizer,
+        ledger: Ledger,
+        *,
+        proximal: bool,
+        min_rank: int,
+    ) -> None:
+        self._model, self._optimizer, self._ledger = model, optimizer, ledger
+        self._layers = require_low_rank(model)
+        self.value = strength if isinstance(strength, float) else 0.0
+        """λ as it is now."""
+        self.steering: Steering | None = None
+        if isinstance(strength, Budget):
+            self.steering = Steering.towards(strength, model, ledger, min_rank)
+        self.proximal = proximal or self.steering is not None
+        self._pressure = strength if isinstance(strength, Pressure) else None
+        if self._pressure is not None and self._pressure.steps is not None:
+            self._press_for(self._pressure, self._pressure.steps)
+        self._warned_of_floor = False
+        self.use: str | None = None
+        """Of λ in this epoch: None until a step has one, then "due" until it is "applied"."""
+        if self.proximal:
+            call_after_steps(optimizer, self._proximal_step)
+
+    def start(self, plan: RunPlan) -> None:
+        """Learn how long training lasts, where λ depends on it."""
+        if self.steering is not None:
+            self.steering.expect(plan.epochs, plan.steps_per_epoch)
+        if self._pressure is not None and not self.value:
+            if (steps := plan.rated_steps) is None:
+                raise OptionError(
+                    "a pressure needs to know how long training lasts, and the training data has "
+                    f"no length: Pressure({self._pressure.value:g}, steps=…)."
+                )
+            self._press_for(self._pressure, steps)
+
+    def _press_for(self, pressure: Pressure, steps: float) -> None:
+        self.value = penalty_for(
+            pressure.value, self._model, self._optimizer, steps, proximal=self.proximal
+        )
+
+    def begin_step(self) -> None:
+        """Refuse a step while nobody has said how long training lasts and λ depends on it."""
+        if self._pressure is not None and not self.value:
+            raise OptionError(
+                f"a pressure needs to know how long training lasts: Pressure("
+                f"{self._pressure.value:g}, steps=epochs * len(loader)), or train with fit()."
+            )
+        if self._by_gradients and self.use is None:
+            self.use = "due"
+
+    def require_applied(self, epoch: int) -> None:
+        """Refuse to end an epoch whose steps had a λ that nobody applied."""
+        if self.use == "due":
+            raise TrainingError(
+                f"penalty={self.value:g} was not applied in epoch {epoch}: no rank would ever "
+                "become useless. Add train.penalty_loss() to the loss, call "
+                "train.add_penalty_gradients() before optimizer.step(), or set proximal=True."
+            )
+
+    @property
+    def healing(self) -> bool:
+        """Whether the model fits its budget and only its weights are still trained."""
+        return self.steering is not None and self.steering.healing
+
+    @property
+    def _by_gradients(self) -> bool:
+        return not self.proximal and self.value != 0.0
+
+    def loss(self) -> Tensor:
+        """Return λ times the group lasso; zero in proximal mode."""
+        if self._by_gradients:
+            self.use = "applied"
+            return weighted_group_lasso(self._layers.values(), self.value)
+        return next(iter(self._layers.values())).u.new_zeros(())
+
+    def add_gradients(self) -> None:
+        """Add the gradients of `loss()` to those of the factors; none in proximal mode."""
+        if self._by_gradients:
+            self.use = "applied"
+            add_group_lasso_gradients(self._layers.values(), self.value)
+
+    def _proximal_step(self, rates: Rates) -> None:
+        pressed = self._layers
+        if (steering := self.steering) is not None:
+            trained = [rates.get(id(layer.u), 0.0) for layer in self._layers.values()]
+            steering.after_step(self._model, self._ledger, max(trained))
+            self.value = steering.penalty
+            pressed = {n: layer for n, layer in pressed.items() if n not in steering.spared}
+        if self.value != 0.0 and pressed:
+            press(pressed.values(), self.value, self._optimizer, rates)
+
+    def land(self) -> None:
+        """Fit the budget now, whatever the plan."""
+        if self.steering is None:
+            raise OptionError("there is no budget to land on: LoD(…, penalty=Budget(params=0.2)).")
+        self.steering.land(self._model, self._ledger)
+        self.value = 0.0
+
+    def warn_of_floor(self, threshold: float | None, lost: Collection[str]) -> None:
+        """Warn once if layers that lost no rank cannot come down to the threshold as things are."""
+        if threshold is None or self._warned_of_floor or not self._by_gradients:
+            return
+        watched = {name: layer for name, layer in self._layers.items() if name not in lost}
+        stuck = stalled_above(watched, self._optimizer, self.value, threshold)
+        if stuck:
+            self._warned_of_floor = True
+            warnings.warn(
+                f"at this learning rate {type(self._optimizer).__name__} keeps useless ranks at an "
+                f"importance of about {max(stuck.values()):.0e}, above threshold={threshold:g}: "
+                f"{listed(stuck)} will not shrink until it falls. Use proximal=True, or a larger "
+                "threshold.",
+                stacklevel=3,  # whoever ends the epoch
+            )

@@ -1,0 +1,98 @@
+"""How strong the penalty is: a λ, a pressure, or a budget that λ is steered towards."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from maestro_lod.errors import OptionError, require_nonnegative, require_whole
+from maestro_lod.train.method import setting
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """λ in units that mean about the same for every model; 64 is a sensible start.
+
+    It needs to know how long training lasts: `steps`, optimizer steps, which `fit` fills in. Where
+    learning rates will change, it is the sum of their shares of the present ones.
+    """
+
+    value: float
+    steps: float | None = None
+
+    def __post_init__(self) -> None:
+        if require_nonnegative("pressure", self.value) == 0.0:
+            raise OptionError("pressure=0 presses nothing: give more, or penalty=0.0.")
+        if self.steps is not None and require_nonnegative("steps", self.steps) == 0.0:
+            raise OptionError("steps=0 must be above 0: nothing would move.")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the deployed model may cost, in params or MACs: a share of dense, or a count.
+
+    λ is steered, in proximal mode and whatever the threshold, until the deployed model is within
+    the budget and close to it; from then on there is no penalty, the ranks stay, and the weights
+    heal: every other step trains the whole model. `steps` says after how many optimizer steps the
+    model fits. Without it `fit` plans half of its run; in a loop of your own the first epoch is
+    trained without pressure, and the model fits eight epochs later.
+    """
+
+    params: float | None = setting(None, "share of dense, or a count above 1")
+    macs: float | None = setting(None, "the same of MACs")
+    steps: int | None = setting(None, "until it is reached; half of the run")
+
+    def __post_init__(self) -> None:
+        if (self.params is None) == (self.macs is None):
+            raise OptionError("a budget needs either params or macs, such as Budget(params=0.2).")
+        value = self.value
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not real or not 0 < value < math.inf or (value > 1 and value != round(value, 0)):
+            raise OptionError(
+                f"a budget of {self.kind}={value!r} must be a share of dense between 0 and 1, or a "
+                "whole count."
+            )
+        if self.steps is not None and require_whole("budget steps", self.steps) == 0:
+            raise OptionError("budget steps=0 must be at least 1.")
+
+    @property
+    def kind(self) -> str:
+        """What is limited: "params" or "macs"."""
+        return "macs" if self.params is None else "params"
+
+    @property
+    def value(self) -> float:
+        """The limit as it was given."""
+        value = self.macs if self.params is None else self.params
+        assert value is not None
+        return value
+
+    def __str__(self) -> str:
+        shown = self.value if self.value <= 1 else f"{int(self.value):,}"
+        return f"a budget of {self.kind}={shown}"
+
+    def limit(self, dense: int) -> int:
+        """Return the limit as a count, given the cost of the dense model."""
+        limit = round(self.value * dense) if self.value <= 1 else int(self.value)
+        if limit >= dense:
+            raise OptionError(
+                f"{self} is not below the dense model's {dense:,}: nothing would have to shrink. "
+                "Give a share below 1 or a smaller count."
+            )
+        return limit
+
+
+Strength: TypeAlias = float | Pressure | Budget
+"""The one choice: λ itself, or what sets it."""
+
+
+def require_strength(penalty: Strength) -> Strength:
+    """Return the choice as it is, or refuse what is none."""
+    if isinstance(penalty, Pressure | Budget):
+        return penalty
+    try:
+        return require_nonnegative("penalty", penalty)
+    except OptionError as error:
+        raise OptionError(f"{error} Or give a Pressure(64), or a Budget(params=0.2).") from None
