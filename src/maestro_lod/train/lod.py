@@ -85,8 +85,7 @@ class LoD:
     ) -> None:
         _require_inner_model(model)
         self.passes = Passes(full_pass, distill)
-        strength = require_strength(penalty)
-        budget = isinstance(strength, Budget)
+        budget = isinstance(strength := require_strength(penalty), Budget)
         if budget and threshold is None:
             raise OptionError("a budget has to remove ranks: leave threshold=None out.")
         self.model, self.optimizer = unwrapped(model), optimizer
