@@ -12,11 +12,18 @@ class MethodRecord:
     """What a method says of the model at the end of an epoch; None is what it does not know."""
 
     params: int | None = None
-    """Of the model as it would be deployed, as all sizes here."""
+    """Of the model as it would be deployed, as all sizes here; of a sparse one, its non-zeros."""
     macs: int | None = None
+    """Of the plain model: zeros are multiplied, and binary weights too."""
     relative_params: float | None = None
     """Relative to the dense model."""
     relative_macs: float | None = None
+    bits: int | None = None
+    """Of all values that are stored."""
+    index_bits: int | None = None
+    """What it takes beside them to say where the non-zeros of a sparse model are."""
+    relative_bits: float | None = None
+    """Bits relative to the dense model, indices left out: the size that methods are given."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Of each low-rank layer; empty for a model without any."""
     penalty: float | None = None
