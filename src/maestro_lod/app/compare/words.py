@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from maestro_lod.app.compare.table import Comparison, Row, Winner
 from maestro_lod.app.report.parts import show
-from maestro_lod.app.report.text import duration, of_dense, quantity, times
+from maestro_lod.app.report.text import duration, of_dense, plain, quantity, times
 from maestro_lod.table import table
 
 HEADER = ("size", "method", "params", "MACs", "bytes", "latency", "training")
@@ -71,14 +71,18 @@ def score(found: Comparison, row: Row) -> str:
 def winning(found: Comparison, winner: Winner) -> str:
     """Say who is best at a size, and whether that means anything."""
     write, row = show(found.metric), winner.row
+
+    def apart(value: float) -> str:
+        return f"{100 * value:.2f} points" if found.metric == "accuracy" else plain(value)
+
     said = f"Up to {winner.size:g}× of dense: {row.method} ({write(row.mean)})"
     if winner.second is None or winner.ahead is None:
         return f"{said}; there is no other method of that size."
-    said += f", ahead of {winner.second.method} by {write(winner.ahead)}"
+    said += f", ahead of {winner.second.method} by {apart(winner.ahead)}"
     if winner.spread is None:
         return f"{said}; with one seed nobody knows whether that is more than chance."
     relation = "more" if winner.clear else "not more"
-    return f"{said}, {relation} than the spread over seeds ({write(winner.spread)})."
+    return f"{said}, {relation} than the spread over seeds ({apart(winner.spread)})."
 
 
 def best(found: Comparison) -> str:
