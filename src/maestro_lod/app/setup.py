@@ -22,6 +22,7 @@ from maestro_lod.app.own import (
     with_article,
 )
 from maestro_lod.app.recipe import Recipe
+from maestro_lod.cost import Cost
 from maestro_lod.deploy.choice import cost_of
 from maestro_lod.errors import OptionError, listed
 from maestro_lod.train.evaluate import (
@@ -46,6 +47,8 @@ class Setup:
     method: Method
     loss: Loss
     schedule: Schedule | None
+    dense: Cost
+    """What the dense model costs, whatever the method makes of it."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Setup:
@@ -61,7 +64,7 @@ class Setup:
         method = recipe.settings.make(
             model, optimizer, example=data.example, seed=recipe.seed, dense=dense
         )
-        return cls(data, model, optimizer, method, loss, _schedule(recipe, data))
+        return cls(data, model, optimizer, method, loss, _schedule(recipe, data), dense)
 
 
 def own_names(recipe: Recipe) -> list[str]:

@@ -95,8 +95,9 @@ class Reshaping(Protocol):
 class Builder(Protocol):
     """Builds the dense model of a run, each time with the same initial weights."""
 
-    width: int | None
-    """The width that the model has; None if it cannot be built with another one."""
+    @property
+    def width(self) -> int | None:
+        """The width that the model has; None if it cannot be built with another one."""
 
     def __call__(self, width: int | None = None) -> nn.Module:
         """Return a new model, of another width if one is given."""

@@ -40,6 +40,17 @@ class MethodRecord:
         """The sum of all ranks; None for a model without low-rank layers."""
         return sum(self.ranks.values()) if self.ranks else None
 
+    def size(self) -> dict[str, float]:
+        """Return what is known of the size, by name."""
+        known = {name: getattr(self, name) for name in _SIZES}
+        return {name: value for name, value in known.items() if value is not None}
+
+
+_SIZES = (
+    *("params", "macs", "relative_params", "relative_macs"),
+    *("bits", "index_bits", "relative_bits"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord(MethodRecord):
