@@ -101,12 +101,14 @@ def test_the_front_has_exactly_what_nothing_beats(
 
     assert not any(map(beaten, front))
     for one in found.rows:
-        assert beaten(one) or any((f.cost(kind), f.mean) == (one.cost(kind), one.mean) for f in front)
+        assert beaten(one) or any(
+            (f.cost(kind), f.mean) == (one.cost(kind), one.mean) for f in front
+        )
 
 
 def cells(text: str) -> list[list[str]]:
     """The texts of the table of all methods in a page."""
-    section = text.partition('<caption>Methods by size</caption>')[2].partition("</table>")[0]
+    section = text.partition("<caption>Methods by size</caption>")[2].partition("</table>")[0]
     rows = re.findall("<tr>(.*?)</tr>", section)
     return [
         [html.unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall("<t[hd].*?</t[hd]>", r)]

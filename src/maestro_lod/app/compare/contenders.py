@@ -62,11 +62,12 @@ def _keys(method: type[Settings]) -> set[str]:
     return {entry.name for entry in dataclasses.fields(method)}  # type: ignore[arg-type]
 
 
-_CUT = {
+_PARTICULAR = {
     "elastic": Contender("elastic", "lod", ("penalty=0", "sampling=several"), cut=True),
     "svd": Contender("svd", "dense", cut=True),
+    "svd-finetuned": Contender("svd-finetuned", "svd", ("finetune=0.25",)),
 }
-"""One training for all sizes."""
+"""Those that are more than the name of a method; the first two are one training for all sizes."""
 
 _PEERS: dict[str, str] = {}
 """Packages that one could use instead: where the method is that uses them."""
@@ -74,7 +75,7 @@ _PEERS: dict[str, str] = {}
 
 def known() -> list[str]:
     """Return the names of all contenders."""
-    return [*dict.fromkeys([*METHODS, *_CUT, *_PEERS])]
+    return [*dict.fromkeys([*METHODS, *_PARTICULAR, *_PEERS])]
 
 
 def contender(name: str) -> Contender:
@@ -83,6 +84,6 @@ def contender(name: str) -> Contender:
         raise OptionError(
             f"there is no method {name!r}.{nearest(name, known())} Known: {listed(known(), 20)}."
         )
-    found = _CUT.get(name) or Contender(name, _PEERS.get(name, name))
+    found = _PARTICULAR.get(name) or Contender(name, _PEERS.get(name, name))
     found.kind  # noqa: B018  a peer's package may not be installed
     return found
