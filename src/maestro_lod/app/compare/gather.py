@@ -65,7 +65,7 @@ def gathered(runner: Runner, dense: Cost) -> Comparison:
 
 def _outcomes(runner: Runner, contender: Contender, pace: Pace) -> Iterator[tuple[str, Seed | str]]:
     """Give every model of a contender, or why it is not there, with what it is called then."""
-    for training in runner.plan.reported(contender, pace):
+    for training in runner.reported(contender, pace):
         seed = f"seed {training.run.recipe.seed}"
         if (reason := runner.why_not(training)) is not None:
             at = "" if training.size is None else f" at {training.size:g}×"

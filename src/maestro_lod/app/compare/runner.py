@@ -11,6 +11,8 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 from maestro_lod.app.binding import fixed_settings
 from maestro_lod.app.compare.contenders import Contender, contender
@@ -38,15 +40,21 @@ class Runner:
     say: Callable[[str], None] = _ignore
     stop: Callable[[], bool] = lambda: False
     contenders: list[Contender] = field(init=False)
+    trials: Callable[[Contender], list[Training]] = field(init=False)
+    reported: Callable[[Contender, Pace], list[Training]] = field(init=False)
     missing: dict[str, str] = field(default_factory=dict)
     """Why a contender takes no part, by its name, or a training is not there, by its name."""
+    _same: set[Path] = field(default_factory=set)
+    """Runs that are known to be of our settings."""
 
     def __post_init__(self) -> None:
+        # asked for again after every training, while settings cannot change any more
+        self.trials, self.reported = cache(self.plan.trials), cache(self.plan.reported)
         self.contenders = []
         for name in dict.fromkeys(self.names):
             try:
                 found = contender(name)
-                self.plan.trials(found)  # refuses settings that its method cannot have
+                self.trials(found)  # refuses settings that its method cannot have
                 self.contenders.append(found)
             except OptionError as error:
                 self._miss(name, error)
@@ -64,13 +72,14 @@ class Runner:
         paces = {each.name: self.pace(each) for each in self.contenders}
         for each in self.contenders:
             if self.plan.needs_trials:
-                yield from self.plan.trials(each)
+                yield from self.trials(each)
         for each in self.contenders:
             if (pace := paces[each.name]) is not None:
-                yield from self.plan.reported(each, pace)
+                yield from self.reported(each, pace)
 
     def settled(self, training: Training) -> bool:
         """Say whether there is nothing to do any more."""
+        self._require_same(training.run)
         return self.why_not(training) is not None or measured(training) is not None
 
     def why_not(self, training: Training) -> str | None:
@@ -89,7 +98,7 @@ class Runner:
         plan = self.plan
         if not plan.needs_trials:
             return Pace(plan.base.optimizer.lr, plan.base.epochs)
-        trials = plan.trials(contender)
+        trials = self.trials(contender)
         if not all(map(self.settled, trials)):
             return None
         tried = [(self._merit(trial), -i, trial) for i, trial in enumerate(trials)]
@@ -104,7 +113,7 @@ class Runner:
     def merits(self, contender: Contender) -> dict[float, float | None]:
         """Return what each learning rate reached on validation data, None where it failed."""
         found = {}
-        for trial in self.plan.trials(contender):
+        for trial in self.trials(contender):
             merit = self._merit(trial)
             found[trial.run.recipe.optimizer.lr] = None if merit is None else abs(merit)
         return found
@@ -129,7 +138,6 @@ class Runner:
     def _done(self, training: Training) -> bool:
         """Train and measure; False if another process is at it."""
         run = training.run
-        self._require_same(run)
         try:
             if not run.finished:
                 self.say(f"training {training.name}")
@@ -154,8 +162,8 @@ class Runner:
                 raise
 
     def _require_same(self, run: Run) -> None:
-        """Refuse to go on with a run of other settings."""
-        if not (run.directory / "config.yaml").exists():
+        """Refuse to take a run of other settings for ours."""
+        if run.directory in self._same or not (run.directory / "config.yaml").exists():
             return
         there = Run.open(run.directory)
         if fixed_settings(there.recipe) != fixed_settings(run.recipe):
@@ -163,6 +171,7 @@ class Runner:
                 f"{run.directory} is a run with other settings than this comparison has. Give "
                 "another --out."
             )
+        self._same.add(run.directory)
 
     def _miss(self, name: str, reason: object) -> None:
         if name not in self.missing:
