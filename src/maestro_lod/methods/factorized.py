@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from maestro_lod.calls import Example
 from maestro_lod.cost import Cost
+from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers, ranks
 from maestro_lod.methods.lod import Decomposition
 from maestro_lod.methods.stages import Staged, exchange
@@ -30,9 +31,15 @@ class Factorizing:
     def choice(self, model: nn.Module) -> dict[str, Any]:
         """Return what `decompose` takes, without ranks, for a dense model."""
         chosen = vars(self.decompose) | {"skip": self.decompose.skip or None, "ranks": None}
+        layers = [*Plan(model, **chosen).wanted()]
+        if not layers[2 if self.keep_ends else 0 :]:
+            ends = " beside the first and the last (keep_ends=false decomposes them too)"
+            raise OptionError(
+                f"no layer of {type(model).__name__} can be decomposed as asked"
+                f"{ends if self.keep_ends else ''}."
+            )
         if self.keep_ends:
-            layers = [*Plan(model, **chosen).wanted()]
-            chosen["skip"] = [*self.decompose.skip, *dict.fromkeys((layers[0], layers[-1]))]
+            chosen["skip"] = [*self.decompose.skip, layers[0], layers[-1]]
         return chosen
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from maestro_lod.calls import Example
@@ -43,6 +43,21 @@ class Staged(Dense):
             raise OptionError(f"{kind} was made for another model or optimizer than fit was given.")
         epochs = self.plan.epochs or plan.epochs
         self.plan = RunPlan(epochs, plan.steps_per_epoch, plan.schedule, plan.loss_of)
+
+    def backward(
+        self,
+        forward: Callable[[], Any],
+        loss: Callable[[Any], Tensor],
+        *,
+        weight: float = 1.0,
+        soft_loss: Callable[[Any, Any], Tensor] | None = None,
+    ) -> Tensor:
+        value = super().backward(forward, loss, weight=weight)
+        self.after_backward(weight)
+        return value
+
+    def after_backward(self, weight: float) -> None:
+        """Add to the gradients of a batch, or change them; they were multiplied by the weight."""
 
     def end_epoch(self, *, last: bool) -> None:
         self.ledger.epochs.append(self._epoch_cost())
