@@ -132,7 +132,9 @@ class Notes:
 
 # -- equal terms -------------------------------------------------------------------------------
 
-METHODS = ["dense", "svd", "lod", "elastic", "narrow", "pufferfish", "svd-finetuned"]
+METHODS = [
+    "dense", "svd", "lod", "elastic", "narrow", "pufferfish", "svd-finetuned", "cuttlefish", "spectral",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
