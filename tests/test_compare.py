@@ -133,7 +133,8 @@ class Notes:
 # -- equal terms -------------------------------------------------------------------------------
 
 METHODS = [
-    "dense", "svd", "lod", "elastic", "narrow", "pufferfish", "svd-finetuned", "cuttlefish", "spectral",
+    "dense", "svd", "lod", "elastic", "narrow", "pufferfish", "svd-finetuned", "cuttlefish",
+    "spectral",
 ]  # fmt: skip
 
 

@@ -138,6 +138,7 @@ def test_page_and_json_agree(tmp_path: Path) -> None:
         assert starred == (kept["rows"].index(entry) in kept["fronts"]["params"])
     assert "has no &lt;width&gt;" in text and "<b>&" not in text
     assert kept["missing"] == [{"what": "narrow", "reason": "has no <width>"}]
+    assert Comparison.from_dict(kept) == found
     for entry in kept["winners"]:
         assert html.escape(kept["rows"][entry["row"]]["method"]) in text
 

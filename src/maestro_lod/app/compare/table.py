@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import mean, stdev
 from typing import Any
 
@@ -131,6 +131,29 @@ class Comparison:
                 best = self.order(row)
                 front.append(row)
         return front
+
+    @classmethod
+    def from_dict(cls, said: Mapping[str, Any]) -> Comparison:
+        """Read what `to_dict` gave; what follows from the rows is not read but follows again."""
+        known = {entry.name: said[entry.name] for entry in fields(cls)}
+        names = [entry.name for entry in fields(Row)]
+        rows = [{name: row[name] for name in names} for row in said["rows"]]
+        return cls(
+            **known
+            | {
+                "sizes": tuple(said["sizes"]),
+                "trials": {
+                    name: {trial["lr"]: trial["validation"] for trial in tried}
+                    for name, tried in said["trials"].items()
+                },
+                "paces": {name: (rate, epochs) for name, (rate, epochs) in said["paces"].items()},
+                "rows": tuple(
+                    Row(**row | {name: tuple(row[name]) for name in ("scores", "runs")})
+                    for row in rows
+                ),
+                "missing": tuple((entry["what"], entry["reason"]) for entry in said["missing"]),
+            }
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, what follows from the rows included, for JSON."""
