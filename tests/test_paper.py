@@ -40,9 +40,7 @@ def test_every_result_belongs_to_an_item_and_has_its_figures():
         assert {"commit", "machine", "seconds", "command", "result"} <= record.keys()
         for figure, drawing in item(path.stem).figures(record["result"]).items():
             assert (RESULTS / f"{figure}.svg").read_text() == drawing
-        for page, content in getattr(item(path.stem), "pages", lambda result: {})(
-            record["result"]
-        ).items():
+        for page, content in pages(item(path.stem), record["result"]).items():
             assert (RESULTS / f"{page}.html").read_text() == content
 
 
