@@ -6,6 +6,7 @@ import html
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from maestro_lod.app.compare.page import page, write_page
 from maestro_lod.app.compare.table import COSTS, Comparison, Row
 from maestro_lod.app.compare.words import told
+from maestro_lod.app.report.charts import log_axis
 
 
 def row(method: str, size: float | None, share: float, *scores: float, **others: Any) -> Row:
@@ -160,3 +162,10 @@ def test_nothing_measured_is_a_page_too() -> None:
     empty = replace(comparison(), missing=(("lod", "diverged"),))
     assert "diverged" in page(empty)
     assert "Nothing could be measured." in told(empty)
+
+
+@given(low=st.floats(1e-5, 1e6), ratio=st.floats(1.1, 1e6))
+def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(low: float, ratio: float) -> None:
+    axis = log_axis([low, low * ratio], 0.0, 100.0)
+    places = [axis.at(tick) for tick in axis.ticks]
+    assert places and all(b - a >= 10.0 for a, b in pairwise(places))

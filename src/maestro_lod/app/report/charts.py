@@ -24,6 +24,9 @@ _SHAPES = (
 )
 
 
+_LABEL = 0.11  # of the axis: the room that the label of a round value takes
+
+
 def epoch_axis(values: Iterable[float], start: float, end: float) -> Axis:
     """Return an axis from the first to the last epoch, labelled at whole numbers."""
     low, high = plot.spread(values)
@@ -47,7 +50,16 @@ def log_axis(values: Iterable[float], start: float, end: float) -> Axis:
             break
     else:  # less than an octave or so: a logarithm is nearly straight there
         ticks = [tick for tick in plot.linear_axis((low, high), 0, 1).ticks if low <= tick <= high]
-    return Axis(low, high, start, end, tuple(ticks), log=True)
+    return Axis(low, high, start, end, tuple(_apart(ticks, low, high)), log=True)
+
+
+def _apart(ticks: Iterable[float], low: float, high: float) -> list[float]:
+    """Leave out values whose labels would run into the one before, on a logarithmic axis."""
+    kept: list[float] = []
+    for tick in ticks:
+        if not kept or math.log(tick / kept[-1]) >= _LABEL * math.log(high / low):
+            kept.append(tick)
+    return kept
 
 
 WIDE = Frame(480, 270)
