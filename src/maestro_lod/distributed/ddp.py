@@ -22,7 +22,7 @@ _MIB = 2**20
 
 
 def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the one live wrapper around low-rank layers of the model, or around what holds them."""
+    """Return the live wrapper around low-rank layers of the model, or around what holds them."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     found = _wrappers(model)
@@ -93,6 +93,12 @@ def renew(ddp: DistributedDataParallel) -> None:
             vars(ddp)[key] = value
     for hook, state in before.get("_comm_hooks", ()):
         ddp.register_comm_hook(state, hook)
+
+
+def renew_wrapper(model: nn.Module) -> None:
+    """Make the live wrapper of a model anew, if there is one."""
+    if (ddp := wrapper_of(model)) is not None:
+        renew(ddp)
 
 
 def _arguments(ddp: DistributedDataParallel) -> dict[str, Any]:

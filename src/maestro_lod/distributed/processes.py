@@ -59,7 +59,7 @@ def told_by_all(value: T, group: Group) -> list[T]:
 def told_by(process: int, value: T, group: Group) -> T:
     """Return what one process of a group has said."""
     box: list[Any] = [value]
-    source = dist.get_global_rank(group or dist.group.WORLD, process)
+    source = dist.get_process_group_ranks(group)[process]
     with explaining_loss_of_others():
         dist.broadcast_object_list(box, src=source, group=group)
     said: T = box[0]

@@ -20,7 +20,7 @@ An int is a rank, a float in (0, 1) a share of the full rank.
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside the wrappers of torch.compile and DDP, which would change all names."""
+    """Return the model inside wrappers of torch.compile and DDP, which would change all names."""
     if not isinstance(model, nn.Module):
         raise LayerError(f"a model is an nn.Module, not a {type(model).__name__}.")
     while True:
