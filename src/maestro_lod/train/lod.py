@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.calls import Example
 from maestro_lod.distributed.agreement import Agreement
-from maestro_lod.distributed.ddp import renew_wrapper
+from maestro_lod.distributed.ddp import renew, wrappers_of
 from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
     OptionError,
@@ -38,6 +38,7 @@ from maestro_lod.train.shrink import (
     ranks_above,
     require_averaged,
     require_optimizer,
+    require_unsharded,
 )
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
@@ -91,6 +92,7 @@ class LoD:
             raise OptionError("a budget has to remove ranks: leave threshold=None out.")
         self.model, self.optimizer = unwrapped(model), optimizer
         require_all_active(self.model, "training")
+        require_unsharded(self.model)
         self.threshold = None if threshold is None else require_nonnegative("threshold", threshold)
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
@@ -222,7 +224,7 @@ class LoD:
         cost = self.ledger.epoch_cost(
             self.model, self._steps.chances(), full_pass=self.passes.full_pass
         )
-        lost = {} if self.threshold is None else cut(self.model, keep, self.optimizer, self.ema)
+        lost = {} if self.threshold is None else self._cut(keep)
         self.ledger.epochs.append(cost)
         logger.info(
             "epoch %d: total rank %d, %d parameters; ranks removed: %s",
@@ -243,6 +245,9 @@ class LoD:
         _require_ranks(keep, self.threshold, self.penalty)
         self._steps.measure(self.ledger)
         return keep if self.steering is None else self.steering.end_epoch(self.model, spared)
+
+    def _cut(self, keep: Mapping[str, int]) -> dict[str, int]:
+        return cut(self.model, keep, self.optimizer, self.ema, self._agreement.wrappers)
 
     def land(self) -> None:
         """Fit the budget now, whatever the plan: ranks too many become zero until end_epoch().
@@ -310,7 +315,8 @@ class LoD:
         # which older states do not have
         self._grace.ranks = dict(state.get("unmoved", {}))
         self._penalty.use = state.get("penalty_use", "applied")
-        renew_wrapper(self.model)  # whose buckets are of other ranks if the model's state was
+        for wrapper in wrappers_of(self.model):
+            renew(wrapper)  # whose buckets are of other ranks if the model's state was
 
 
 def _require_ranks(keep: Mapping[str, int], threshold: float | None, penalty: float) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.distributed.ddp import release, renew, require_renewable, wrapper_of
+from maestro_lod.distributed.ddp import live_wrappers_of, release, renew, require_renewable
 from maestro_lod.distributed.processes import Group, told_by_all
 from maestro_lod.errors import (
     LayerError,
@@ -44,7 +45,9 @@ def shrink(
     and the wrapper goes on. Returns how many ranks each layer lost (layers that lost none are left
     out).
     """
-    return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema)
+    require_unsharded(model)
+    wrappers = live_wrappers_of(model)
+    return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema, wrappers)
 
 
 def ranks_above(model: nn.Module, threshold: float, min_rank: int = 0) -> dict[str, int]:
@@ -69,26 +72,32 @@ def cut(
     ranks: Mapping[str, int],
     optimizer: Optimizer | None = None,
     ema: AveragedModel | None = None,
+    wrappers: Sequence[DistributedDataParallel] = (),
 ) -> dict[str, int]:
-    """Cut layers to these ranks, in place, with optimizer state and EMA copy; return the losses."""
+    """Cut layers to these ranks, in place, with all that goes along; return the losses.
+
+    That is the optimizer's state, the averaged copy, and wrappers that hold the model.
+    """
     layers = require_low_rank(model)
     require_unsharded(model)
     if optimizer is not None:
         require_optimizer(model, optimizer)
     averaged = _averaged_layers(ema, layers) if ema is not None else {}
-    ddp = wrapper_of(model)
-    if ddp is not None:
-        require_renewable(ddp)
-        ranks = _decided_by_the_first(ranks, model, ddp.process_group)
+    for wrapper in wrappers:
+        require_renewable(wrapper)
+    if wrappers:
+        ranks = _decided_by_the_first(ranks, model, wrappers[0].process_group)
     lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
-    if ddp is not None and lost:
-        release(ddp)
+    if lost:
+        for wrapper in wrappers:
+            release(wrapper)
     for name in lost:
         _cut_layer(layers[name], ranks[name], optimizer)
         if ema is not None:
             _cut_layer(averaged[name], ranks[name], None)
-    if ddp is not None and lost:
-        renew(ddp)
+    if lost:
+        for wrapper in wrappers:
+            renew(wrapper)
     return lost
 
 
