@@ -86,8 +86,7 @@ class LoD:
         example: Example | None = None,
     ) -> None:
         self.passes = Passes(full_pass, distill)
-        strength = require_strength(penalty)
-        budget = isinstance(strength, Budget)
+        budget = isinstance(strength := require_strength(penalty), Budget)
         if budget and threshold is None:
             raise OptionError("a budget has to remove ranks: leave threshold=None out.")
         self.model, self.optimizer = unwrapped(model), optimizer

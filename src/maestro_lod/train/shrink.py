@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.distributed.ddp import live_wrappers_of, release, renew, require_renewable
-from maestro_lod.distributed.processes import Group, told_by_all
+from maestro_lod.distributed.decision import decided_by_the_first
 from maestro_lod.errors import (
     LayerError,
     TrainingError,
@@ -86,7 +86,7 @@ def cut(
     for wrapper in wrappers:
         require_renewable(wrapper)
     if wrappers:
-        ranks = _decided_by_the_first(ranks, model, wrappers[0].process_group)
+        ranks = decided_by_the_first(ranks, importance(model), wrappers[0].process_group)
     lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
     if lost:
         for wrapper in wrappers:
@@ -98,31 +98,18 @@ def cut(
     if lost:
         for wrapper in wrappers:
             renew(wrapper)
+        _forget_compiled_code()
     return lost
 
 
-def _decided_by_the_first(
-    ranks: Mapping[str, int], model: nn.Module, group: Group
-) -> Mapping[str, int]:
-    """Return what the first process keeps, or refuse if the weights of others are not the same.
+def _forget_compiled_code() -> None:
+    """Drop graphs of the old shapes, which would count towards the limit of recompilations.
 
-    Where they are, rounding alone could make another process decide otherwise.
+    Past it nothing is compiled any more, and fullgraph=True is an error. Whatever else was compiled
+    in this process is compiled anew too, once per shrink.
     """
-    total = {name: float(value.sum()) for name, value in importance(model).items()}
-    everyone = told_by_all((dict(ranks), total), group)
-    first_ranks, first_total = everyone[0]
-    for process, (_, theirs) in enumerate(everyone):
-        other = [
-            name
-            for name, value in first_total.items()
-            if not math.isclose(value, theirs.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-12)
-        ]
-        if other:
-            raise TrainingError(
-                f"process {process} has other weights than process 0 at {listed(other)}: they have "
-                "not trained the same model. Wrap it before training, and step every process alike."
-            )
-    return first_ranks
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
