@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from maestro_lod.calls import Example
 from maestro_lod.distributed.agreement import Agreement
 from maestro_lod.distributed.ddp import renew, wrappers_of
+from maestro_lod.distributed.fsdp import adopt_shards
 from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
     OptionError,
@@ -38,7 +39,6 @@ from maestro_lod.train.shrink import (
     ranks_above,
     require_averaged,
     require_optimizer,
-    require_unsharded,
 )
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
@@ -91,7 +91,7 @@ class LoD:
             raise OptionError("a budget has to remove ranks: leave threshold=None out.")
         self.model, self.optimizer = unwrapped(model), optimizer
         require_all_active(self.model, "training")
-        require_unsharded(self.model)
+        adopt_shards(self.model)
         self.threshold = None if threshold is None else require_nonnegative("threshold", threshold)
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
