@@ -45,7 +45,7 @@ from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import count_params, summary
 from maestro_lod.errors import CheckpointError, OptionError, TrainingError
 from maestro_lod.files import alone_in, remove_leftovers, replacing
-from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.layers.ranks import low_rank_layers, match_ranks
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train.evaluate import evaluate, to_evaluate
 from maestro_lod.train.fit import FitOptions, Watch, fit
@@ -247,6 +247,7 @@ class Run:
         state = load_state(self.checkpoint)
         require_same_settings(state.get("settings"), self.recipe, self.checkpoint)
         try:
+            match_ranks(setup.model, state["model"])
             setup.model.load_state_dict(state["model"])
             if self.recipe.channels_last:
                 setup.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
