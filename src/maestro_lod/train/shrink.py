@@ -61,21 +61,6 @@ def ranks_above(model: nn.Module, threshold: float, min_rank: int = 0) -> dict[s
     }
 
 
-def unmoved_ranks(model: nn.Module) -> dict[str, int]:
-    """Return the last rank of each layer that is zero in one factor alone, of those that have any.
-
-    That is how a rank without singular value begins. The factor that is zero gets a gradient, so
-    such a rank is not useless: nothing has moved it yet. Layers that are frozen are left out.
-    """
-    found = {}
-    for name, layer in low_rank_layers(model).items():
-        u, v = layer.u.detach().movedim(1, 0).flatten(1), layer.v.detach().flatten(1)
-        unmoved = (u != 0).any(1) ^ (v != 0).any(1)
-        if (layer.u.requires_grad or layer.v.requires_grad) and bool(unmoved.any()):
-            found[name] = int(unmoved.nonzero().max()) + 1
-    return found
-
-
 def cut(
     model: nn.Module,
     ranks: Mapping[str, int],
@@ -133,10 +118,11 @@ def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
                 value.narrow(dim, rank, layer.rank - rank).zero_()
 
 
-def require_averaged(ema: AveragedModel) -> None:
-    """Refuse what is no averaged copy of a model."""
+def require_averaged(ema: AveragedModel) -> AveragedModel:
+    """Return an averaged copy of a model, or refuse what is none."""
     if not isinstance(ema, AveragedModel):
         raise LayerError(f"ema is a {type(ema).__name__}. Give an AveragedModel(model).")
+    return ema
 
 
 def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
