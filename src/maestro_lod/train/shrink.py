@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from maestro_lod.distributed.ddp import release, renew, require_renewable, wrapper_of
+from maestro_lod.distributed.processes import Group, told_by_all
 from maestro_lod.errors import (
     LayerError,
     TrainingError,
@@ -38,9 +40,10 @@ def shrink(
 
     Parameters, their gradients and the optimizer's state become physically smaller; what survives
     is kept bit for bit. No layer falls below `min_rank`. An `AveragedModel` given as `ema` is cut
-    to the same ranks. Returns how many ranks each layer lost (layers that lost none are left out).
+    to the same ranks. Where several processes train the model, each calls this, the first decides,
+    and the wrapper goes on. Returns how many ranks each layer lost (layers that lost none are left
+    out).
     """
-    require_unwrapped(model)
     return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema)
 
 
@@ -69,16 +72,48 @@ def cut(
 ) -> dict[str, int]:
     """Cut layers to these ranks, in place, with optimizer state and EMA copy; return the losses."""
     layers = require_low_rank(model)
-    lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
-    require_unwrapped(model)
+    require_unsharded(model)
     if optimizer is not None:
         require_optimizer(model, optimizer)
     averaged = _averaged_layers(ema, layers) if ema is not None else {}
+    ddp = wrapper_of(model)
+    if ddp is not None:
+        require_renewable(ddp)
+        ranks = _decided_by_the_first(ranks, model, ddp.process_group)
+    lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
+    if ddp is not None and lost:
+        release(ddp)
     for name in lost:
         _cut_layer(layers[name], ranks[name], optimizer)
         if ema is not None:
             _cut_layer(averaged[name], ranks[name], None)
+    if ddp is not None and lost:
+        renew(ddp)
     return lost
+
+
+def _decided_by_the_first(
+    ranks: Mapping[str, int], model: nn.Module, group: Group
+) -> Mapping[str, int]:
+    """Return what the first process keeps, or refuse if the weights of others are not the same.
+
+    Where they are, rounding alone could make another process decide otherwise.
+    """
+    total = {name: float(value.sum()) for name, value in importance(model).items()}
+    everyone = told_by_all((dict(ranks), total), group)
+    first_ranks, first_total = everyone[0]
+    for process, (_, theirs) in enumerate(everyone):
+        other = [
+            name
+            for name, value in first_total.items()
+            if not math.isclose(value, theirs.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-12)
+        ]
+        if other:
+            raise TrainingError(
+                f"process {process} has other weights than process 0 at {listed(other)}: they have "
+                "not trained the same model. Wrap it before training, and step every process alike."
+            )
+    return first_ranks
 
 
 def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -127,7 +162,7 @@ def require_averaged(ema: AveragedModel) -> AveragedModel:
 
 def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
     require_averaged(ema)
-    averaged = low_rank_layers(ema.module)
+    averaged = low_rank_layers(ema.module)  # of a wrapper, those inside
     if {n: m.rank for n, m in averaged.items()} != {n: m.rank for n, m in layers.items()}:
         raise LayerError(
             "the averaged model has other low-rank layers or ranks than the model. Create "
@@ -136,8 +171,8 @@ def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[
     return averaged
 
 
-def require_unwrapped(model: nn.Module) -> None:
-    """Refuse a model that a distributed wrapper holds: it would keep the old shapes, silently."""
+def require_unsharded(model: nn.Module) -> None:
+    """Refuse a model of shards: they would keep the old shapes, silently."""
     sharded = [
         f"{name}.{key}".lstrip(".")
         for name, layer in low_rank_layers(model).items()
@@ -148,22 +183,6 @@ def require_unwrapped(model: nn.Module) -> None:
         raise LayerError(
             f"parameters are sharded by FSDP or a tensor subclass ({listed(sharded)}), which would "
             "undo a shrink. Gather full state dicts, shrink an unsharded model, shard it again."
-        )
-    wrapper = nn.parallel.DistributedDataParallel
-    inside = any(isinstance(m, wrapper) for m in model.modules())
-    if not inside and torch.distributed.is_available() and torch.distributed.is_initialized():
-        gc.collect()  # a wrapper that was deleted may still wait in a reference cycle
-        mine = {id(m) for m in low_rank_layers(model).values()}
-        inside = any(
-            any(id(m) in mine for m in obj.modules())
-            for obj in gc.get_objects()
-            if issubclass(type(obj), wrapper)  # isinstance would run the code of proxies
-        )
-    if inside:
-        raise LayerError(
-            "the model is inside DistributedDataParallel, whose gradient buckets keep the old "
-            "shapes. Delete the wrapper, shrink the inner model, wrap it again: "
-            "model = ddp.module; del ddp; shrink(model, …); ddp = DistributedDataParallel(model)."
         )
 
 
