@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=12_000)
     parser.add_argument("--concentration", type=float, default=0.3)
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--data", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
