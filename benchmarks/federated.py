@@ -257,7 +257,10 @@ def table(answer: dict[str, Any]) -> str:
         sent = results[0]["bytes_sent_back_per_round"] / 1000
         lines.append(f"| {name} | {' | '.join(cells)} | {sent:,.0f} |")
     seeds = len(next(iter(answer["systems"].values())))
-    lines += ["", f"(Test accuracy in %, mean ± standard deviation of {seeds} seeds, and parameters"]
+    lines += [
+        "",
+        f"(Test accuracy in %, mean ± standard deviation of {seeds} seeds, and parameters",
+    ]
     lines += [f"of the model at each tier's size; {answer['rounds']} rounds.)"]
     return "\n".join(lines) + "\n"
 

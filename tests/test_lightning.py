@@ -120,8 +120,9 @@ def test_the_same_weights_as_by_hand(case: str) -> None:
     trainer(callback, precision=precision).fit(model, loader())
     assert_same_weights(model, hand.model)
     assert sum(ranks(model).values()) < 20
-    assert callback.lod.state_dict()["ledger"]["epochs"][-1]["params"] == (
-        hand.state_dict()["ledger"]["epochs"][-1]["params"]
+    assert (
+        callback.lod.state_dict()["ledger"]["epochs"][-1]["params"]
+        == (hand.state_dict()["ledger"]["epochs"][-1]["params"])
     )
 
 
@@ -274,7 +275,7 @@ def test_wrong_use_is_refused() -> None:
 
 
 def test_options_are_checked_at_once() -> None:
-    with pytest.raises(OptionError, match="no option 'penatly'. Did you mean 'penalty'"):
+    with pytest.raises(OptionError, match=r"no option 'penatly'. Did you mean 'penalty'"):
         LoDCallback(penatly=1e-3)
     with pytest.raises(OptionError, match="full_pass needs two passes"):
         LoDCallback(full_pass=True)

@@ -133,7 +133,8 @@ def follow_loading(model: nn.Module) -> RemovableHandle:
     def match(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         match_ranks(module, state, prefix)
 
-    return model.register_load_state_dict_pre_hook(match)
+    handle: RemovableHandle = model.register_load_state_dict_pre_hook(match)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def schedule_of(scheduler: object) -> Schedule | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import safetensors.torch
 from torch import Tensor, nn
@@ -56,10 +56,11 @@ class LoDCallback(TrainerCallback):
                 "parameters are sharded by DeepSpeed or FSDP, where the Trainer's optimizer cannot "
                 "follow a shrink. Use DDP, which is what torchrun gives without their options."
             )
-        self._trainer, self._driver = trainer, Driver(**options)
+        self._driver = Driver(**options)
         self._untouched: Callable[..., Tensor] | None = None
-        require_low_rank(trainer.model)
-        follow_loading(trainer.model)
+        self._trainer = cast("Any", trainer)  # its attributes may be None, by their types
+        require_low_rank(self._trainer.model)
+        follow_loading(self._trainer.model)
 
     @property
     def lod(self) -> LoD:
@@ -72,7 +73,8 @@ class LoDCallback(TrainerCallback):
         """Make the LoD; weights and optimizer are restored by now, if there was a checkpoint."""
         trainer = self._trainer
         require_single(trainer.callback_handler.callbacks, LoDCallback)
-        saved = state.stateful_callbacks.get(_KEY) if state.global_step else None
+        states: Any = state.stateful_callbacks  # a dict once the state is made
+        saved = states.get(_KEY) if state.global_step else None
         if state.global_step and not saved:
             raise TrainingError(
                 f"training goes on from step {state.global_step}, but the checkpoint holds no "
@@ -82,7 +84,7 @@ class LoDCallback(TrainerCallback):
         self._driver.load_state_dict(_with_tensors(saved or {}))
         self._driver.start(trainer.model, trainer.optimizer, _plan(state, trainer.lr_scheduler))
         require_unscaled(trainer.accelerator, self._driver)
-        state.stateful_callbacks[_KEY] = _WhenWritten(self._driver.state_dict)
+        states[_KEY] = _WhenWritten(self._driver.state_dict)
         if self._untouched is None:
             self._untouched = trainer.training_step
             trainer.training_step = self._training_step

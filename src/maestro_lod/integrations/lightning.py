@@ -143,5 +143,3 @@ def _plan(trainer: Trainer) -> RunPlan:
         steps_per_epoch=-(-int(total) // epochs) if known and epochs else None,
         schedule=schedule_of(configs[0].scheduler) if by_step else None,
     )
-
-
