@@ -39,6 +39,7 @@ from maestro_lod.train.shrink import (
     ranks_above,
     require_averaged,
     require_optimizer,
+    unwrapped_optimizer,
 )
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
@@ -89,6 +90,7 @@ class LoD:
         budget = isinstance(strength := require_strength(penalty), Budget)
         if budget and threshold is None:
             raise OptionError("a budget has to remove ranks: leave threshold=None out.")
+        optimizer = unwrapped_optimizer(optimizer)
         self.model, self.optimizer = unwrapped(model), optimizer
         require_all_active(self.model, "training")
         adopt_shards(self.model)
@@ -132,7 +134,8 @@ class LoD:
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         """Learn how long training lasts, where λ depends on it; `fit` calls this."""
-        if self.optimizer is not optimizer or self.model is not unwrapped(model):
+        same = self.optimizer is unwrapped_optimizer(optimizer)
+        if not same or self.model is not unwrapped(model):
             raise OptionError("LoD was made for another model or optimizer than fit was given.")
         self._penalty.start(plan)
 
