@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -72,3 +73,10 @@ Batch = Annotated[int, typer.Option(min=1, max=2**16, help="Batch size to time w
 AllowSlower = Annotated[
     bool, typer.Option("--allow-slower", help="Write it even if dense is faster here.")
 ]
+
+
+def with_data(change: list[str] | None, data: Path | None) -> list[str]:
+    """Return the changes of a recipe, --data among them."""
+    if data is None:
+        return change or []
+    return [*(change or []), f"data.directory={json.dumps(str(data.absolute()))}"]  # for any name
