@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,7 +79,19 @@ def cut(
         _cut_layer(layers[name], ranks[name], optimizer)
         if ema is not None:
             _cut_layer(averaged[name], ranks[name], None)
+    if lost:
+        _forget_compiled_code()
     return lost
+
+
+def _forget_compiled_code() -> None:
+    """Drop graphs of the old shapes, which would count towards the limit of recompilations.
+
+    Past it nothing is compiled any more, and fullgraph=True is an error. Whatever else was compiled
+    in this process is compiled anew too, once per shrink.
+    """
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
