@@ -44,6 +44,7 @@ from maestro_lod.train.shrink import (
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
 from maestro_lod.train.unmoved import Grace, at_least
+from maestro_lod.train.unshrunk import unshrunk
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class LoD:
         )  # fmt: skip
         self.proximal = self._penalty.proximal
         self.epoch = 0
+        self._epochs: int | None = None  # planned, if somebody says so
         self._layers = _require_ranks_to_train(self.model, self.min_rank)
         self._grace = Grace(self.model)
         self._agreement = Agreement(self.model)
@@ -138,6 +140,7 @@ class LoD:
         if not same or self.model is not unwrapped(model):
             raise OptionError("LoD was made for another model or optimizer than fit was given.")
         self._penalty.start(plan)
+        self._epochs = plan.epochs
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -262,6 +265,10 @@ class LoD:
         """Say what the model is and would cost now, deployed."""
         deployed, dense_macs = self.ledger.deployed(self.model), self.ledger.dense_macs
         params, macs = deployed.params, deployed.macs
+        note = None
+        if self.steering is None and self.threshold is not None and self._epochs is not None:
+            share, passed = params / self.ledger.dense_params, (self.epoch, self._epochs)
+            note = unshrunk(self._layers, share, self.penalty, *passed)
         return MethodRecord(
             params=params,
             macs=macs,
@@ -271,6 +278,7 @@ class LoD:
             penalty=self.penalty,
             budget=None if self.steering is None else self.steering.share,
             phase=None if self.steering is None else self.steering.phase,
+            note=note,
         )
 
     def training_cost(self) -> dict[str, float | None]:
