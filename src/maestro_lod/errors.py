@@ -35,6 +35,10 @@ class CheckpointError(MaestroError, RuntimeError):
     """A file that is damaged, foreign, or of another model."""
 
 
+class OutputError(CheckpointError):
+    """A file that does not compute what the model does."""
+
+
 class DataError(MaestroError, RuntimeError):
     """Data that is missing, damaged, or not what its name says."""
 

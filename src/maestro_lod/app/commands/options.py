@@ -62,7 +62,9 @@ Trust = Annotated[
     bool, typer.Option("--trust", help="Run the code that it names, though not trained here.")
 ]
 FinishedRun = Annotated[Path, typer.Argument(metavar="DIR", help="A finished run.")]
-Limit = Annotated[str | None, typer.Option(help="A share of dense (0.25), or a count.")]
+Limit = Annotated[
+    str | None, typer.Option(metavar="AMOUNT", help="A share of dense (25%, 0.25x), or 300k, 1.2M.")
+]
 Formats = Annotated[
     list[str] | None, typer.Option(help="onnx, pt2 or safetensors; may be repeated.")
 ]
@@ -70,8 +72,8 @@ Multiple = Annotated[
     int | None, typer.Option("--round", min=1, max=2**16, help="Round ranks to a multiple.")
 ]
 Batch = Annotated[int, typer.Option(min=1, max=2**16, help="Batch size to time with.")]
-AllowSlower = Annotated[
-    bool, typer.Option("--allow-slower", help="Write it even if dense is faster here.")
+Fast = Annotated[
+    bool, typer.Option("--fast", help="Multiply out what is slower factored; none beyond dense.")
 ]
 
 

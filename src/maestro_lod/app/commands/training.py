@@ -38,11 +38,12 @@ def train(
 
       lod train digits
 
-      lod train lenet-mnist --set penalty=64e-5 --set seed=1 --out runs/a
+      lod train lenet-mnist --set budget.params=25% --set seed=1 --out runs/a
 
       lod train lenet-mnist --set method=dense
 
-      lod train my.yaml     (model: my_package.models:build, data: my_package.data:load, epochs: 5)
+      lod train my.yaml     (model: my_package.models:build, data: my_package.data:load,
+                             epochs: 20, budget: {params: 0.25})
     """
     chosen = load_recipe(recipe, options.with_data(change, data))
     _train(Run.create(chosen, out or _free_directory(Path(chosen.recipe).name or "run")), quiet)

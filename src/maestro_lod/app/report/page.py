@@ -12,7 +12,7 @@ from maestro_lod.app.report.charts import badge
 from maestro_lod.app.report.curves import cost, curves, other_curves, planes
 from maestro_lod.app.report.frontier import frontier
 from maestro_lod.app.report.layers import layers, ranks
-from maestro_lod.app.report.overview import comparison, environment, headline, settings, status
+from maestro_lod.app.report.overview import comparison, environment, headline, notices, settings
 from maestro_lod.app.report.parts import PageSection
 from maestro_lod.app.report.runs import ReportedRun
 from maestro_lod.markup import Markup, tag
@@ -29,7 +29,10 @@ def page(runs: Sequence[ReportedRun]) -> str:
     sections = _sections(runs)
     return document(
         title,
-        above=[_subtitle(runs), *(status(run, alone=len(runs) == 1) for run in runs)],
+        above=[
+            _subtitle(runs),
+            *(part for run in runs for part in notices(run, alone=len(runs) == 1)),
+        ],
         content=[headline(runs), _links(runs, sections), *map(section_of, sections)],
     )
 
