@@ -75,9 +75,7 @@ def test_spectral_vgg_has_what_two_hundredths_allow() -> None:
         dense = count_params(model)
     assert len(ranks) == 15  # every convolution but the first, and not the classifier
     widths = {name: model.get_submodule(name).weight.shape for name in ranks}
-    params = dense + sum(
-        r * 3 * sum(widths[n][:2]) - widths[n].numel() for n, r in ranks.items()
-    )
+    params = dense + sum(r * 3 * sum(widths[n][:2]) - widths[n].numel() for n, r in ranks.items())
     assert params <= 0.02 * dense < params + 3 * 15 * 1024  # the next ρ would be too much
     assert params == 399_751
 
@@ -137,7 +135,9 @@ def test_narrow_of_a_recipe_keeps_the_seed_and_the_options() -> None:
     model = model_of(recipe, data)
     assert count_params(model) <= 0.3 * count_params(builds())
     same = builds(width=model.fc1.out_features)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True)
+    )
 
 
 def wide(width: int = 8) -> nn.Module:
