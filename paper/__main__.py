@@ -26,6 +26,7 @@ from paper.scale import Scale
 ITEMS = (
     "toy", "table10", "swings", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k",
     "times", "budgets", "pressure", "sampling", "compare",
+    "compare_digits",
 )  # fmt: skip
 """In the order of the README."""
 
