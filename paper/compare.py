@@ -57,8 +57,8 @@ def _page(found: Comparison) -> str:
 def markdown(result: dict[str, Any]) -> str:
     found = Comparison.from_dict(result)
     lines = [
-        f"{setting(found)} [As a page](results/{_page(found)}.html). The paper has these methods on "
-        "other models, each at a size of its own; its numbers stand beside ours for the order.",
+        f"{setting(found)} [As a page](results/{_page(found)}.html). The paper has these methods "
+        "on other models, each at a size of its own; its numbers are here for their order.",
         "",
         "| size | method | params | MACs | bytes | training | test accuracy "
         + "".join(f"| paper: {model} " for model in COMPARED)
