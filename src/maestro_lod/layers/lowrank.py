@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -25,6 +26,9 @@ from maestro_lod.layers.svd import svd_factors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+Split: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""Splits matrices (groups, m, n) into (groups, m, rank) and (groups, rank, n)."""
 
 PlainForm: TypeAlias = Literal["dense", "factored"]
 """What a low-rank layer becomes when it is deployed: one plain layer, or one per factor."""
@@ -167,13 +171,18 @@ class LowRank(Factors):
     # -- the factors ---------------------------------------------------------------------------
 
     @classmethod
-    def from_dense(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        """Return a layer with the leading singular directions of `dense`; `dense` is untouched."""
+    def from_dense(
+        cls, dense: nn.Module, rank: int | None = None, *, split: Split = svd_factors
+    ) -> Self:
+        """Return a layer with the leading directions of `dense`, which is untouched.
+
+        They are the singular ones, unless matrices are to be split in another way.
+        """
         layer = cls.like(dense, rank)
         weight, bias = dense.weight, dense._parameters.get("bias")
         assert isinstance(weight, Tensor)
         with torch.no_grad():
-            layer._set_matrices(*svd_factors(layer.to_matrices(weight), layer.rank))
+            layer._set_matrices(*split(layer.to_matrices(weight), layer.rank))
             if bias is not None and layer.bias is not None:
                 layer.bias.copy_(bias).requires_grad_(bias.requires_grad)
         layer.freeze_if_empty()

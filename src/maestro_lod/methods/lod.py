@@ -54,9 +54,9 @@ class LoDSettings(Settings):
     alternatives = ("penalty", "pressure", "budget")
 
     decompose: Decomposition = Decomposition()
-    penalty: float = setting(0.0, "λ of the group lasso", least=0.0)
-    pressure: float = setting(0.0, "λ without units, instead of penalty", least=0.0)
     budget: Budget | None = None
+    penalty: float = setting(0.0, "λ of the group lasso, instead of a budget", least=0.0)
+    pressure: float = setting(0.0, "λ without units, to search on", least=0.0)
     threshold: float = setting(1e-7, "importance of ranks to remove", least=0.0)
     sampling: str = setting("pairs", "of the rank of a step", choices=STRATEGIES)
     proximal: bool = setting(False, "exact zeros under any optimizer")

@@ -40,10 +40,12 @@ from maestro_lod.train.shrink import (
     ranks_above,
     require_averaged,
     require_optimizer,
+    unwrapped_optimizer,
 )
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
 from maestro_lod.train.unmoved import Grace, at_least
+from maestro_lod.train.unshrunk import unshrunk
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class LoD:
         budget = isinstance(strength := require_strength(penalty), Budget)
         if budget and threshold is None:
             raise OptionError("a budget has to remove ranks: leave threshold=None out.")
+        optimizer = unwrapped_optimizer(optimizer)
         self.model, self.optimizer = unwrapped(model), optimizer
         require_all_active(self.model, "training")
         adopt_shards(self.model)
@@ -105,6 +108,7 @@ class LoD:
         )  # fmt: skip
         self.proximal = self._penalty.proximal
         self.epoch = 0
+        self._epochs: int | None = None  # planned, if somebody says so
         self._layers = _require_ranks_to_train(self.model, self.min_rank)
         self._grace = Grace(self.model)
         self._agreement = Agreement(self.model)
@@ -133,9 +137,11 @@ class LoD:
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         """Learn how long training lasts, where λ depends on it; `fit` calls this."""
-        if self.optimizer is not optimizer or self.model is not unwrapped(model):
+        same = self.optimizer is unwrapped_optimizer(optimizer)
+        if not same or self.model is not unwrapped(model):
             raise OptionError("LoD was made for another model or optimizer than fit was given.")
         self._penalty.start(plan)
+        self._epochs = plan.epochs
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -260,6 +266,10 @@ class LoD:
         """Say what the model is and would cost now, deployed."""
         deployed, dense_macs = self.ledger.deployed(self.model), self.ledger.dense_macs
         params, macs = deployed.params, deployed.macs
+        note = None
+        if self.steering is None and self.threshold is not None and self._epochs is not None:
+            share, passed = params / self.ledger.dense_params, (self.epoch, self._epochs)
+            note = unshrunk(self._layers, share, self.penalty, *passed)
         return MethodRecord(
             params=params,
             macs=macs,
@@ -271,6 +281,7 @@ class LoD:
             penalty=self.penalty,
             budget=None if self.steering is None else self.steering.share,
             phase=None if self.steering is None else self.steering.phase,
+            note=note,
         )
 
     def training_cost(self) -> dict[str, float | None]:

@@ -30,6 +30,8 @@ from maestro_lod.train.penalty import importance
 
 logger = logging.getLogger(__name__)
 
+_TRAINERS = ("accelerate", "lightning", "pytorch_lightning")
+
 
 def shrink(
     model: nn.Module,
@@ -47,6 +49,8 @@ def shrink(
     and the wrapper goes on. Returns how many ranks each layer lost (layers that lost none are left
     out).
     """
+    if optimizer is not None:
+        optimizer = unwrapped_optimizer(optimizer)
     adopt_shards(model)
     wrappers = live_wrappers_of(model)
     return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema, wrappers)
@@ -115,6 +119,17 @@ def _forget_compiled_code() -> None:
     """
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
+
+
+def unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside the wrappers of Accelerate and Lightning.
+
+    They share its parameter groups and state, but have no hooks of their own.
+    """
+    while type(optimizer).__module__.partition(".")[0] in _TRAINERS:
+        inner: Any = optimizer
+        optimizer = inner.optimizer
+    return optimizer
 
 
 def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
