@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 HERE, BIN = Path(__file__).parent.resolve(), Path(sys.executable).parent
@@ -25,6 +26,16 @@ def free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
+
+
+def wait_for(port: int, seconds: int = 120) -> None:
+    """Wait until somebody listens."""
+    for _ in range(seconds):
+        with socket.socket() as one:
+            if one.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(1)
+    sys.exit(f"nobody listens on port {port} after {seconds} s")
 
 
 def main(file: Path) -> int:
@@ -52,6 +63,7 @@ def main(file: Path) -> int:
                     "flower-supernode", "--superlink", f"127.0.0.1:{fleet}", "--port", str(port),
                     "--node-config", f"partition-id={part} tier={tier}",
                 )  # fmt: skip
+            wait_for(control)
             run = [BIN / "flwr", "run", HERE, "here", "--stream", "-c", f'file="{file.resolve()}"']
             done = subprocess.run([*map(str, run)], env=environment, check=False)
         finally:

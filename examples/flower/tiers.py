@@ -14,7 +14,8 @@ import maestro_lod as lod
 from maestro_lod.integrations.flower import RankTiers, model_reply, receive_model, tier_reply
 
 TIERS = (1 / 8, 1 / 4, 1 / 2, 1.0)
-server, client = ServerApp(), ClientApp()
+server = ServerApp()
+client = ClientApp()
 
 
 def network() -> nn.Module:
