@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from maestro_lod.distributed.ddp import joining, wrapper_of
+from maestro_lod.distributed.ddp import joining, wrappers_of
+from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.distributed.processes import (
     Group,
-    has_others,
     require_agreement,
     told_by,
     told_by_all,
@@ -41,34 +41,38 @@ class Agreement:
         self.new_epoch()
 
     def new_epoch(self) -> None:
-        """Begin to count again; the model may have been wrapped anew meanwhile."""
-        self._ddp: DistributedDataParallel | None = None
-        self._looked = False
+        """Begin to count again; the model may be wrapped anew meanwhile."""
+        self._wrappers: list[DistributedDataParallel] | None = None
         self._steps = 0
         self._joined = False
         self._at_first: Facts | None = None
 
     @property
-    def _group(self) -> Group:
-        assert self._ddp is not None
-        return self._ddp.process_group
+    def wrappers(self) -> list[DistributedDataParallel]:
+        """The wrappers of the model, as they were when the epoch began.
 
-    def _alone(self) -> bool:
-        if not self._looked:
-            self._looked = True
-            self._ddp = wrapper_of(self._model) if has_others() else None
-        return self._ddp is None
+        They are held until it ends, so that all processes see the same ones.
+        """
+        if self._wrappers is None:
+            self._wrappers = wrappers_of(self._model)
+        return self._wrappers
+
+    @property
+    def group(self) -> Group | None:
+        """The processes that train this model; None if this one is alone."""
+        group = self.wrappers[0].process_group if self.wrappers else shard_group(self._model)
+        return group if group is not None and group.size() > 1 else None
 
     def before_step(self, facts: Callable[[], Facts]) -> None:
         """Compare processes if it is time."""
-        if self._alone():
+        if (group := self.group) is None:
             return
         if self._at_first is None:
             self._at_first = facts()
-        if joining(self._ddp):
+        if any(map(joining, self.wrappers)):
             self._joined = True  # some may have stopped, and would not answer
         elif self._steps % EVERY == 0:
-            require_agreement(facts(), self._group)
+            require_agreement(facts(), group)
         self._steps += 1
 
     def end_epoch(self, train: LoD) -> None:
@@ -77,13 +81,13 @@ class Agreement:
         Inside `join()` some stop before others. All then take over what the last one has: the
         model is the same by DDP's own doing, and so become LoD and optimizer.
         """
-        if self._alone():
+        if (group := self.group) is None:
             return
-        require_agreement(self._at_first or train.facts(), self._group)
-        steps = told_by_all((self._steps, self._joined), self._group)
+        require_agreement(self._at_first or train.facts(), group)
+        steps = told_by_all((self._steps, self._joined), group)
         counts = [count for count, _ in steps]
         if min(counts) == max(counts):
-            require_agreement(train.facts(), self._group)
+            require_agreement(train.facts(), group)
             return
         if not any(joined for _, joined in steps):
             raise TrainingError(
@@ -91,6 +95,6 @@ class Agreement:
                 "each as many batches, or train inside `with ddp.join():`."
             )
         state = (train.optimizer.state_dict(), train.state_dict())
-        of_optimizer, of_train = told_by(counts.index(max(counts)), state, self._group)
+        of_optimizer, of_train = told_by(counts.index(max(counts)), state, group)
         train.optimizer.load_state_dict(of_optimizer)
         train.load_state_dict(of_train)

@@ -21,32 +21,35 @@ from maestro_lod.layers.lowrank import LowRank
 _MIB = 2**20
 
 
-def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the live wrapper around low-rank layers of the model, or around what holds them."""
+def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return the wrappers around low-rank layers of the model, or around what holds them.
+
+    Wrappers that were deleted may be among them for a while. They do no harm: one that is not run
+    sends nothing.
+    """
     if not (dist.is_available() and dist.is_initialized()):
-        return None
-    found = _wrappers(model)
-    if found:
-        found.clear()
-        gc.collect()  # a wrapper that was deleted may still wait in a reference cycle
-        found = _wrappers(model)
-    if len(found) > 1:
-        raise LayerError(
-            f"{len(found)} DistributedDataParallel wrappers hold the model, and each would average "
-            "its gradients. Delete all but one."
-        )
-    return found[0] if found else None
-
-
-def _wrappers(model: nn.Module) -> list[DistributedDataParallel]:
+        return []
+    kinds = _with_subclasses(DistributedDataParallel)
     mine = {id(m) for m in model.modules() if isinstance(m, LowRank)}
     return [
         obj
         for obj in gc.get_objects()
-        if issubclass(type(obj), DistributedDataParallel)  # isinstance would run code of proxies
+        if type(obj) in kinds  # isinstance would run the code of proxies, and take long
         and "module" in obj._modules
         and any(id(m) in mine for m in obj.modules())
     ]
+
+
+def live_wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return the same without those that were deleted, which takes longer."""
+    if not wrappers_of(model):
+        return []
+    gc.collect()
+    return wrappers_of(model)
+
+
+def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def require_renewable(ddp: DistributedDataParallel) -> None:
@@ -63,9 +66,9 @@ def require_renewable(ddp: DistributedDataParallel) -> None:
         )
 
 
-def joining(ddp: DistributedDataParallel | None) -> bool:
+def joining(ddp: DistributedDataParallel) -> bool:
     """Say whether the wrapper is inside `join()`, where processes stop one by one."""
-    return ddp is not None and bool(ddp._join_config.enable)
+    return bool(ddp._join_config.enable)
 
 
 def release(ddp: DistributedDataParallel) -> None:
@@ -81,9 +84,8 @@ def renew(ddp: DistributedDataParallel) -> None:
 
     Nothing is sent: parameters are the same in all processes before a shrink, and after it.
     """
-    before = dict(vars(ddp))
-    arguments = _arguments(ddp)
-    release(ddp)
+    release(ddp)  # first: parameters that stay would keep the old hooks as long as anyone has them
+    before, arguments = dict(vars(ddp)), _arguments(ddp)
     DistributedDataParallel.__init__(ddp, before["_modules"]["module"], **arguments)
     fresh = set(vars(ddp))
     of_module = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
@@ -93,12 +95,6 @@ def renew(ddp: DistributedDataParallel) -> None:
             vars(ddp)[key] = value
     for hook, state in before.get("_comm_hooks", ()):
         ddp.register_comm_hook(state, hook)
-
-
-def renew_wrapper(model: nn.Module) -> None:
-    """Make the live wrapper of a model anew, if there is one."""
-    if (ddp := wrapper_of(model)) is not None:
-        renew(ddp)
 
 
 def _arguments(ddp: DistributedDataParallel) -> dict[str, Any]:

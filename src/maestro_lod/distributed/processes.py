@@ -18,11 +18,6 @@ T = TypeVar("T")
 _GONE = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL")
 
 
-def has_others() -> bool:
-    """Say whether this process is one of several."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 @contextmanager
 def explaining_loss_of_others() -> Iterator[None]:
     """Say in one sentence that another process has ended or does not answer."""

@@ -40,6 +40,8 @@ class Factors(nn.Module):
     positions: int | None
     """Where the last forward applied the weight (batch included); None if there was none."""
     _limit: Tensor
+    _holders: tuple[Any, Any] | None = None
+    """Who holds the parts of `u` and `v` where they are sharded over processes."""
 
     def __init__(
         self, u: Tensor, v: Tensor, bias: Tensor | None, *, groups: int = 1, trainable: bool = True
@@ -65,6 +67,18 @@ class Factors(nn.Module):
     def rank(self) -> int:
         """The number of ranks that are stored."""
         return self.v.shape[0]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the factors are held in parts by several processes."""
+        return self._holders is not None
+
+    def stored_factors(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """Return `u` and `v` as an optimizer holds them: in parts, even while all is gathered."""
+        if self._holders is None:
+            return self.u, self.v
+        u, v = self._holders
+        return u.sharded_param, v.sharded_param
 
     @property
     def full_rank(self) -> int:

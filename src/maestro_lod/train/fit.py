@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.method import Method, RunPlan, Schedule
 from maestro_lod.train.progress import Progress, random_states, set_random_states
 from maestro_lod.train.record import EpochRecord, MethodRecord
+from maestro_lod.train.sample import judge
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def fit(
     require_whole("epochs", epochs)
     method, options, watch = method or Dense(), options or FitOptions(), watch or Watch()
     progress, loss = progress or Progress(), loss or CrossEntropy()
-    plan = RunPlan(epochs, _steps_per_epoch(train_data, options.accumulate), schedule)
+    steps_per_epoch = _steps_per_epoch(train_data, options.accumulate)
+    plan = RunPlan(epochs, steps_per_epoch, schedule, judge(train_data, to_evaluate(loss)))
     method.start(model, optimizer, plan)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
@@ -117,6 +120,8 @@ def fit(
         require_finite_parameters(model)
         method.end_epoch(last=progress.epoch + 1 == epochs)
         said = method.record()
+        if said.note is not None:
+            warnings.warn(said.note, UserWarning, stacklevel=2)
         recalibrate(model, train_data, options.recalibration, amp=options.amp)
         reached: dict[str, float] = {}
         if validation is not None:

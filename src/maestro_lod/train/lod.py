@@ -13,7 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.calls import Example
 from maestro_lod.distributed.agreement import Agreement
-from maestro_lod.distributed.ddp import renew_wrapper
+from maestro_lod.distributed.ddp import renew, wrappers_of
+from maestro_lod.distributed.fsdp import adopt_shards
 from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
     OptionError,
@@ -43,6 +44,7 @@ from maestro_lod.train.shrink import (
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
 from maestro_lod.train.unmoved import Grace, at_least
+from maestro_lod.train.unshrunk import unshrunk
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,7 @@ class LoD:
         optimizer = unwrapped_optimizer(optimizer)
         self.model, self.optimizer = unwrapped(model), optimizer
         require_all_active(self.model, "training")
+        adopt_shards(self.model)
         self.threshold = None if threshold is None else require_nonnegative("threshold", threshold)
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
@@ -104,6 +107,7 @@ class LoD:
         )  # fmt: skip
         self.proximal = self._penalty.proximal
         self.epoch = 0
+        self._epochs: int | None = None  # planned, if somebody says so
         self._layers = _require_ranks_to_train(self.model, self.min_rank)
         self._grace = Grace(self.model)
         self._agreement = Agreement(self.model)
@@ -136,6 +140,7 @@ class LoD:
         if not same or self.model is not unwrapped(model):
             raise OptionError("LoD was made for another model or optimizer than fit was given.")
         self._penalty.start(plan)
+        self._epochs = plan.epochs
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -224,7 +229,7 @@ class LoD:
         cost = self.ledger.epoch_cost(
             self.model, self._steps.chances(), full_pass=self.passes.full_pass
         )
-        lost = {} if self.threshold is None else cut(self.model, keep, self.optimizer, self.ema)
+        lost = {} if self.threshold is None else self._cut(keep)
         self.ledger.epochs.append(cost)
         logger.info(
             "epoch %d: total rank %d, %d parameters; ranks removed: %s",
@@ -246,6 +251,9 @@ class LoD:
         self._steps.measure(self.ledger)
         return keep if self.steering is None else self.steering.end_epoch(self.model, spared)
 
+    def _cut(self, keep: Mapping[str, int]) -> dict[str, int]:
+        return cut(self.model, keep, self.optimizer, self.ema, self._agreement.wrappers)
+
     def land(self) -> None:
         """Fit the budget now, whatever the plan: ranks too many become zero until end_epoch().
 
@@ -257,6 +265,10 @@ class LoD:
         """Say what the model is and would cost now, deployed."""
         deployed, dense_macs = self.ledger.deployed(self.model), self.ledger.dense_macs
         params, macs = deployed.params, deployed.macs
+        note = None
+        if self.steering is None and self.threshold is not None and self._epochs is not None:
+            share, passed = params / self.ledger.dense_params, (self.epoch, self._epochs)
+            note = unshrunk(self._layers, share, self.penalty, *passed)
         return MethodRecord(
             params=params,
             macs=macs,
@@ -266,6 +278,7 @@ class LoD:
             penalty=self.penalty,
             budget=None if self.steering is None else self.steering.share,
             phase=None if self.steering is None else self.steering.phase,
+            note=note,
         )
 
     def training_cost(self) -> dict[str, float | None]:
@@ -312,7 +325,8 @@ class LoD:
         # which older states do not have
         self._grace.ranks = dict(state.get("unmoved", {}))
         self._penalty.use = state.get("penalty_use", "applied")
-        renew_wrapper(self.model)  # whose buckets are of other ranks if the model's state was
+        for wrapper in wrappers_of(self.model):
+            renew(wrapper)  # whose buckets are of other ranks if the model's state was
 
 
 def _require_ranks(keep: Mapping[str, int], threshold: float | None, penalty: float) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.distributed.ddp import release, renew, require_renewable, wrapper_of
-from maestro_lod.distributed.processes import Group, told_by_all
+from maestro_lod.distributed.ddp import live_wrappers_of, release, renew, require_renewable
+from maestro_lod.distributed.decision import decided_by_the_first
+from maestro_lod.distributed.fsdp import adopt_shards, cut_shard, reshard, shard_group
+from maestro_lod.distributed.shards import narrowed, zero_behind_
 from maestro_lod.errors import (
     LayerError,
     TrainingError,
@@ -48,7 +51,9 @@ def shrink(
     """
     if optimizer is not None:
         optimizer = unwrapped_optimizer(optimizer)
-    return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema)
+    adopt_shards(model)
+    wrappers = live_wrappers_of(model)
+    return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema, wrappers)
 
 
 def ranks_above(model: nn.Module, threshold: float, min_rank: int = 0) -> dict[str, int]:
@@ -73,51 +78,47 @@ def cut(
     ranks: Mapping[str, int],
     optimizer: Optimizer | None = None,
     ema: AveragedModel | None = None,
+    wrappers: Sequence[DistributedDataParallel] = (),
 ) -> dict[str, int]:
-    """Cut layers to these ranks, in place, with optimizer state and EMA copy; return the losses."""
+    """Cut layers to these ranks, in place, with all that goes along; return the losses.
+
+    That is the optimizer's state, the averaged copy, and wrappers that hold the model.
+    """
     layers = require_low_rank(model)
-    require_unsharded(model)
     if optimizer is not None:
         require_optimizer(model, optimizer)
     averaged = _averaged_layers(ema, layers) if ema is not None else {}
-    ddp = wrapper_of(model)
-    if ddp is not None:
-        require_renewable(ddp)
-        ranks = _decided_by_the_first(ranks, model, ddp.process_group)
+    for wrapper in wrappers:
+        require_renewable(wrapper)
+    group = wrappers[0].process_group if wrappers else shard_group(model)
+    if group is not None:
+        ranks = decided_by_the_first(ranks, importance(model), group)
+    # FSDP cannot hold parameters without elements: one rank of zeros stays there
+    ranks = {name: max(rank, int(layers[name].sharded)) for name, rank in ranks.items()}
     lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
-    if ddp is not None and lost:
-        release(ddp)
+    if lost:
+        reshard(model)
+        for wrapper in wrappers:
+            release(wrapper)
     for name in lost:
         _cut_layer(layers[name], ranks[name], optimizer)
         if ema is not None:
             _cut_layer(averaged[name], ranks[name], None)
-    if ddp is not None and lost:
-        renew(ddp)
+    if lost:
+        for wrapper in wrappers:
+            renew(wrapper)
+        _forget_compiled_code()
     return lost
 
 
-def _decided_by_the_first(
-    ranks: Mapping[str, int], model: nn.Module, group: Group
-) -> Mapping[str, int]:
-    """Return what the first process keeps, or refuse if the weights of others are not the same.
+def _forget_compiled_code() -> None:
+    """Drop graphs of the old shapes, which would count towards the limit of recompilations.
 
-    Where they are, rounding alone could make another process decide otherwise.
+    Past it nothing is compiled any more, and fullgraph=True is an error. Whatever else was compiled
+    in this process is compiled anew too, once per shrink.
     """
-    total = {name: float(value.sum()) for name, value in importance(model).items()}
-    everyone = told_by_all((dict(ranks), total), group)
-    first_ranks, first_total = everyone[0]
-    for process, (_, theirs) in enumerate(everyone):
-        other = [
-            name
-            for name, value in first_total.items()
-            if not math.isclose(value, theirs.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-12)
-        ]
-        if other:
-            raise TrainingError(
-                f"process {process} has other weights than process 0 at {listed(other)}: they have "
-                "not trained the same model. Wrap it before training, and step every process alike."
-            )
-    return first_ranks
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 def unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -144,7 +145,7 @@ def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     missing = [
         f"{name}.{key}".lstrip(".")
         for name, layer in low_rank_layers(model).items()
-        for key, p in (("u", layer.u), ("v", layer.v))
+        for key, p in zip("uv", layer.stored_factors(), strict=True)
         if p.requires_grad and id(p) not in held
     ]
     if missing:
@@ -162,10 +163,10 @@ def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
     For ranks that are zero in both factors: they get no gradient, so without momentum they stay
     zero until they are cut.
     """
-    for parameter, dim in ((layer.u, 1), (layer.v, 0)):
+    for parameter, dim in zip(layer.stored_factors(), (1, 0), strict=True):
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                value.narrow(dim, rank, layer.rank - rank).zero_()
+                zero_behind_(value, dim, rank)
 
 
 def require_averaged(ema: AveragedModel) -> AveragedModel:
@@ -186,34 +187,27 @@ def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[
     return averaged
 
 
-def require_unsharded(model: nn.Module) -> None:
-    """Refuse a model of shards: they would keep the old shapes, silently."""
-    sharded = [
-        f"{name}.{key}".lstrip(".")
-        for name, layer in low_rank_layers(model).items()
-        for key, p in (("u", layer.u), ("v", layer.v))
-        if type(p) is not nn.Parameter
-    ]
-    if sharded:
-        raise LayerError(
-            f"parameters are sharded by FSDP or a tensor subclass ({listed(sharded)}), which would "
-            "undo a shrink. Gather full state dicts, shrink an unsharded model, shard it again."
-        )
-
-
 @torch.no_grad()
 def _cut_layer(layer: LowRank, rank: int, optimizer: Optimizer | None) -> None:
     for key, dim in (("u", 1), ("v", 0)):
-        old: nn.Parameter = getattr(layer, key)
-        new = nn.Parameter(old.narrow(dim, 0, rank).clone(), requires_grad=old.requires_grad)
-        if old.grad is not None and rank:
-            new.grad = old.grad.narrow(dim, 0, rank).clone()
+        if layer.sharded:
+            old, new = cut_shard(layer, key, rank)
+        else:
+            old, new = _cut_factor(layer, key, dim, rank)
         _move_hooks(old, new)
         vars(new).update(vars(old))  # what a user put on it
-        setattr(layer, key, new)
         if optimizer is not None:
             _swap_parameter(optimizer, old, new, dim)
     layer.freeze_if_empty()
+
+
+def _cut_factor(layer: LowRank, key: str, dim: int, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+    old: nn.Parameter = getattr(layer, key)
+    new = nn.Parameter(old.narrow(dim, 0, rank).clone(), requires_grad=old.requires_grad)
+    if old.grad is not None and rank:
+        new.grad = old.grad.narrow(dim, 0, rank).clone()
+    setattr(layer, key, new)
+    return old, new
 
 
 def _move_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
@@ -241,7 +235,7 @@ def _sliced_state(
         if not isinstance(value, Tensor) or value.ndim == 0:
             sliced[key] = value  # step counters and options
         elif value.ndim == old.ndim and value.shape[dim] == old.shape[dim]:
-            sliced[key] = value.narrow(dim, 0, new.shape[dim]).clone()
+            sliced[key] = narrowed(value, dim, new.shape[dim])
         elif value.numel() == 1 or (value.ndim == old.ndim and value.shape[dim] == 1):
             sliced[key] = value  # averaged over the ranks, as Adafactor's moments are
         else:
