@@ -19,12 +19,13 @@ import torch
 from safetensors.torch import load_file
 
 from maestro_lod.app import cli
-from maestro_lod.app.commands import results
+from maestro_lod.app.commands import listing
 from maestro_lod.app.display import Display
 from maestro_lod.app.recipe import recipe_names
 from maestro_lod.app.report import runs as report_runs
 from maestro_lod.app.run import Run
 from maestro_lod.app.settings_list import all_settings
+from maestro_lod.installing import install
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "recipes.md"
 QUICK = ["data.limit=60", "batch=8", "epochs=1", "threads=1"]
@@ -330,13 +331,13 @@ def test_unexpected_trouble_with_files_is_one_line(
     def refused(*_: Any) -> None:
         raise PermissionError(13, os.strerror(13), "some/file")
 
-    monkeypatch.setattr(results, "recipe_names", refused)
+    monkeypatch.setattr(listing, "recipe_names", refused)
     done = lod("recipes")
     assert (done.code, done.err) == (1, "lod: some/file: Permission denied.\n")
 
 
 def test_our_own_fault_is_owned_up_to(lod: Lod, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "recipe_names", lambda: 1 / 0)
+    monkeypatch.setattr(listing, "recipe_names", lambda: 1 / 0)
     done = lod("recipes")
     assert done.code == 1
     assert done.err.startswith("Traceback") and "ZeroDivisionError" in done.err
@@ -385,9 +386,7 @@ def test_tensorboard_that_is_not_installed_is_one_line(
     before = contents(tmp_path)
     done = lod("train", "digits", set=["tensorboard=true"])
     assert done.code == 2
-    assert done.err == (
-        "lod: tensorboard=true needs the package: pip install 'maestro-lod[tensorboard]'.\n"
-    )
+    assert done.err == (f"lod: tensorboard=true needs more packages: {install('tensorboard')}.\n")
     assert contents(tmp_path) == before
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from maestro_lod.cost import By, better_forms
 from maestro_lod.errors import LayerError
+from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import (
     Ranks,
     require_all_active,
@@ -17,6 +18,7 @@ from maestro_lod.layers.ranks import (
     unwrapped,
 )
 from maestro_lod.planning import Plan, Tied, Where
+from maestro_lod.shown import Telling
 from maestro_lod.structure import (
     Structure,
     dense,
@@ -65,7 +67,14 @@ def decompose(
     if not wanted and not any(row.low_rank for row in plan.rows.values()):
         raise LayerError(_why_nothing(model, plan))
     _require_usable_weights({name: plan.dense[name] for name in wanted})
-    changed = restructure(model, plan.structure(), fill=svd)
+    tell, done = Telling("decompose"), list[str]()
+
+    def fill(name: str, dense: nn.Module, rank: int) -> LowRank:
+        done.append(name)
+        tell(lambda: f"layer {len(done)} of {len(wanted)}, {name}")
+        return svd(name, dense, rank)
+
+    changed = restructure(model, plan.structure(), fill=fill)
     return model if changed is unwrapped(model) else changed
 
 
