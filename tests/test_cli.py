@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ WRONG = {
     "train digits --set method=svd": 'method="svd" is unknown',
     "train digits --set sampling=pair": "Did you mean 'pairs'?",
     "train digits --set optimizer=adamm": "Did you mean 'adam'?",
-    "train digits --set schedule=cosine": 'schedule.name="cosine" is unknown. Known: constant',
+    "train digits --set schedule=cosin": "schedule.name=\"cosin\" is unknown. Did you mean 'cosine'?",
     "train digits --set schedule=milestones": "'schedule.epochs' is missing",
     "train digits --set optimizer.nesterov=true --set optimizer.momentum=0": "needs a momentum",
     "train digits --set distill=true": "distill needs its teacher: set full_pass=true too",
@@ -530,6 +531,22 @@ def test_end_of_a_training_is_a_table(lod: Lod, finished: Path) -> None:
     assert lines[4].startswith("training cost")
     assert f"accuracy {result['test']['accuracy']:.2%}" in lines[6]
     assert lines[-1] == "report: again/report.html"
+
+
+def test_the_list_of_commands_says_what_each_of_them_says_itself() -> None:
+    for name, (module, said) in cli.COMMANDS.items():
+        command = getattr(import_module(f"maestro_lod.app.commands.{module}"), name)
+        assert (command.__doc__ or "").partition("\n")[0] == said
+
+
+def test_several_runs_have_a_page_of_their_own(lod: Lod, finished: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(finished, tmp_path / name)
+    before = (tmp_path / "a" / "report.html").read_bytes()
+    done = lod("report", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (done.code, done.out) == (0, "report-a-b.html\n")
+    assert "2 runs" in Path("report-a-b.html").read_text(encoding="utf-8")
+    assert (tmp_path / "a" / "report.html").read_bytes() == before
 
 
 @pytest.mark.filterwarnings("default")

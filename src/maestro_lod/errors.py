@@ -23,6 +23,10 @@ class OptionError(MaestroError, ValueError):
     """An option with a value that makes no sense."""
 
 
+class BusyError(OptionError):
+    """A directory that another process works in."""
+
+
 class TrainingError(MaestroError, RuntimeError):
     """Training that would silently do nothing or has gone wrong."""
 

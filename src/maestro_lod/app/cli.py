@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from maestro_lod import __version__
 from maestro_lod.app.memory import keep_freed_memory
-from maestro_lod.errors import CheckpointError, MaestroError, TrainingError
+from maestro_lod.errors import CheckpointError, MaestroError, TrainingError, nearest
 from maestro_lod.installing import install
 
 try:
@@ -32,6 +32,10 @@ COMMANDS = {
     "tune": (
         "training",
         "Search the λ that gives a model within limits: halve it until one is accurate enough.",
+    ),
+    "compare": (
+        "comparing",
+        "Train ways to a smaller model on your task under the same terms, and say which is best.",
     ),
     "report": (
         "results", "Write one self-contained HTML page about one run, or several side by side."
@@ -72,8 +76,10 @@ class _Commands(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1], rich_markup_mode="rich")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, _, rest = super().resolve_command(ctx, args)
-        return name, _loaded(str(name)), rest
+        name, *rest = args
+        if name not in COMMANDS:
+            ctx.fail(f"No such command {name!r}.{nearest(name, COMMANDS)}")
+        return name, _loaded(name), rest
 
 
 def _loaded(name: str) -> Any:

@@ -42,6 +42,7 @@ from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.method import Method, RunPlan, Schedule
 from maestro_lod.train.progress import Progress, random_states, set_random_states
 from maestro_lod.train.record import EpochRecord, MethodRecord
+from maestro_lod.train.sample import judge
 from maestro_lod.train.schedule import from_scheduler
 
 
@@ -140,7 +141,7 @@ def fit(
         schedule = from_scheduler(schedule, optimizer, epochs, steps_per_epoch)
     elif schedule is not None and not callable(schedule):
         raise OptionError(f"schedule={schedule!r} is neither a function of the step nor torch's.")
-    plan = RunPlan(epochs, steps_per_epoch, schedule)
+    plan = RunPlan(epochs, steps_per_epoch, schedule, judge(train_data, to_evaluate(loss)))
     method.start(model, optimizer, plan)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])

@@ -12,8 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.calls import Example
+from maestro_lod.distributed.agreement import Agreement
+from maestro_lod.distributed.ddp import renew, wrappers_of
+from maestro_lod.distributed.fsdp import adopt_shards
+from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
-    LayerError,
     OptionError,
     TrainingError,
     listed,
@@ -36,7 +39,7 @@ from maestro_lod.train.shrink import (
     ranks_above,
     require_averaged,
     require_optimizer,
-    require_unwrapped,
+    unwrapped_optimizer,
 )
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
@@ -84,13 +87,14 @@ class LoD:
         ema: AveragedModel | None = None,
         example: Example | None = None,
     ) -> None:
-        _require_inner_model(model)
         self.passes = Passes(full_pass, distill)
         budget = isinstance(strength := require_strength(penalty), Budget)
         if budget and threshold is None:
             raise OptionError("a budget has to remove ranks: leave threshold=None out.")
+        optimizer = unwrapped_optimizer(optimizer)
         self.model, self.optimizer = unwrapped(model), optimizer
         require_all_active(self.model, "training")
+        adopt_shards(self.model)
         self.threshold = None if threshold is None else require_nonnegative("threshold", threshold)
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
@@ -106,6 +110,7 @@ class LoD:
         self._epochs: int | None = None  # planned, if somebody says so
         self._layers = _require_ranks_to_train(self.model, self.min_rank)
         self._grace = Grace(self.model)
+        self._agreement = Agreement(self.model)
         self._steps = SampledSteps(
             self.model, optimizer, self.sampler, note_example=example is None
         )
@@ -131,7 +136,8 @@ class LoD:
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         """Learn how long training lasts, where λ depends on it; `fit` calls this."""
-        if self.optimizer is not optimizer or self.model is not unwrapped(model):
+        same = self.optimizer is unwrapped_optimizer(optimizer)
+        if not same or self.model is not unwrapped(model):
             raise OptionError("LoD was made for another model or optimizer than fit was given.")
         self._penalty.start(plan)
         self._epochs = plan.epochs
@@ -145,7 +151,10 @@ class LoD:
         The block must cover forward and backward: activation checkpointing runs the forward again.
         Yields what was drawn.
         """
-        with self._steps.one(healing=self._healing(passes=1)) as drawn:
+        with (
+            explaining_loss_of_others(),
+            self._steps.one(healing=self._healing(passes=1)) as drawn,
+        ):
             yield drawn
 
     def begin_step(self) -> dict[str, int]:
@@ -164,6 +173,7 @@ class LoD:
         if self.passes.full_pass and passes == 1:
             raise OptionError("full_pass=True needs two passes: use backward(forward, loss).")
         self._penalty.begin_step()
+        self._agreement.before_step(self.facts)
         return self._penalty.healing
 
     def penalty_loss(self) -> Tensor:
@@ -196,8 +206,11 @@ class LoD:
         trains the sampled pass on, given the output of the full one; without it that is the
         cross-entropy of scores (N, classes, …).
         """
-        sampled = self._steps.one(healing=self._healing(passes=2))
-        return self.passes.backward(forward, loss, sampled, self.penalty_loss, weight, soft_loss)
+        with explaining_loss_of_others():
+            sampled = self._steps.one(healing=self._healing(passes=2))
+            return self.passes.backward(
+                forward, loss, sampled, self.penalty_loss, weight, soft_loss
+            )
 
     # -- one epoch -----------------------------------------------------------------------------
 
@@ -207,6 +220,7 @@ class LoD:
         If it is the last one, the model fits its budget afterwards, whatever was planned.
         """
         require_bool("last", last)
+        self._agreement.end_epoch(self)
         self._steps.require_some(self.epoch)
         self._penalty.require_applied(self.epoch)
         require_optimizer(self.model, self.optimizer)
@@ -215,7 +229,7 @@ class LoD:
         cost = self.ledger.epoch_cost(
             self.model, self._steps.chances(), full_pass=self.passes.full_pass
         )
-        lost = {} if self.threshold is None else cut(self.model, keep, self.optimizer, self.ema)
+        lost = {} if self.threshold is None else self._cut(keep)
         self.ledger.epochs.append(cost)
         logger.info(
             "epoch %d: total rank %d, %d parameters; ranks removed: %s",
@@ -224,12 +238,11 @@ class LoD:
         self.epoch += 1
         self._penalty.use = None
         self._steps.new_epoch()
+        self._agreement.new_epoch()
         self._penalty.warn_of_floor(self.threshold, lost)
         return lost
 
     def _ranks_to_keep(self, last: bool) -> dict[str, int]:
-        if self.threshold is not None:
-            require_unwrapped(self.model)
         if last and self.steering is not None:
             self.land()
         spared = self._grace.end_epoch(self.epoch)
@@ -237,6 +250,9 @@ class LoD:
         _require_ranks(keep, self.threshold, self.penalty)
         self._steps.measure(self.ledger)
         return keep if self.steering is None else self.steering.end_epoch(self.model, spared)
+
+    def _cut(self, keep: Mapping[str, int]) -> dict[str, int]:
+        return cut(self.model, keep, self.optimizer, self.ema, self._agreement.wrappers)
 
     def land(self) -> None:
         """Fit the budget now, whatever the plan: ranks too many become zero until end_epoch().
@@ -269,6 +285,15 @@ class LoD:
         """Return what training has cost so far, relative to training the dense model."""
         return self.ledger.relative()
 
+    def facts(self) -> dict[str, object]:
+        """Say what must be the same in all processes that train this model."""
+        return {
+            "the ranks of the model": {name: layer.rank for name, layer in self._layers.items()},
+            "the options of LoD": f"penalty={self.penalty!r} threshold={self.threshold!r} "
+            f"min_rank={self.min_rank} proximal={self.proximal} {self.passes}",
+            "the ranks to draw (seed and steps so far)": self.sampler.fingerprint(),
+        }
+
     # -- resume --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -300,6 +325,8 @@ class LoD:
         # which older states do not have
         self._grace.ranks = dict(state.get("unmoved", {}))
         self._penalty.use = state.get("penalty_use", "applied")
+        for wrapper in wrappers_of(self.model):
+            renew(wrapper)  # whose buckets are of other ranks if the model's state was
 
 
 def _require_ranks(keep: Mapping[str, int], threshold: float | None, penalty: float) -> None:
@@ -324,14 +351,6 @@ def _require_ranks_to_train(model: nn.Module, min_rank: int) -> dict[str, LowRan
             f"largest has {most}; give less, or threshold=None not to shrink."
         )
     return layers
-
-
-def _require_inner_model(model: nn.Module) -> None:
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise LayerError(
-            "LoD was given a DistributedDataParallel wrapper. Give it the inner model, "
-            "LoD(ddp.module, …), and wrap anew after each end_epoch()."
-        )
 
 
 _STATE = (

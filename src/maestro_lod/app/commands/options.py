@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -74,3 +75,10 @@ Batch = Annotated[int, typer.Option(min=1, max=2**16, help="Batch size to time w
 Fast = Annotated[
     bool, typer.Option("--fast", help="Multiply out what is slower factored; none beyond dense.")
 ]
+
+
+def with_data(change: list[str] | None, data: Path | None) -> list[str]:
+    """Return the changes of a recipe, --data among them."""
+    if data is None:
+        return change or []
+    return [*(change or []), f"data.directory={json.dumps(str(data.absolute()))}"]  # for any name
