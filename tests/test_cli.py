@@ -181,7 +181,7 @@ WRONG = {
     "train digits --set method=svd": 'method="svd" is unknown',
     "train digits --set sampling=pair": "Did you mean 'pairs'?",
     "train digits --set optimizer=adamm": "Did you mean 'adam'?",
-    "train digits --set schedule=cosin": "schedule.name=\"cosin\" is unknown. Did you mean 'cosine'?",
+    "train digits --set schedule=cosin": "is unknown. Did you mean 'cosine'?",
     "train digits --set schedule=milestones": "'schedule.epochs' is missing",
     "train digits --set optimizer.nesterov=true --set optimizer.momentum=0": "needs a momentum",
     "train digits --set distill=true": "distill needs its teacher: set full_pass=true too",
