@@ -136,7 +136,11 @@ def find_frontier(
         found = search(trained, method=method, cost=cost, progress=progress, resume=journal)
         measured = latency(trained.model, data.example)
         found = found.with_latency(measured.predict, measured.dense)
-        of_model = {"weights": weights_digest(trained.model)}
+        held_out = "training" if data.validation is None else "validation"
+        of_model = {
+            "weights": weights_digest(trained.model),
+            "measured_on": {"loss": "training", "accuracy": held_out},
+        }
         run.write_json("frontier.json", {**json.loads(found.to_json()), **of_model})
         if trained.low_rank:  # one file, every size, and how to choose among them
             save(trained.model, run.model_file, frontier=found)
