@@ -42,7 +42,9 @@ def main(file: Path) -> int:
     fleet, control, runtime, *nodes = free_ports(3 + len(TIERS))
     started: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as home:
-        config = f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{control}"'
+        config = (
+            f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{control}"'
+        )
         (Path(home) / "config.toml").write_text(config + "\ninsecure = true\n")
         path = os.pathsep.join([str(BIN), os.environ["PATH"]])  # a SuperLink starts others by name
         told = {"FLWR_HOME": home, "FLWR_TELEMETRY_ENABLED": "0", "PATH": path}
