@@ -176,7 +176,7 @@ WRONG = {
     "train digits --set shrink=maybe": 'shrink="maybe" must be true or false',
     "train digits --set threshold=.nan": "threshold=NaN must be",
     "train digits --set epochs=[1": "the value in 'epochs=[1' is no valid YAML",
-    "train digits --set method=svd": 'method="svd" is unknown',
+    "train digits --set method=magic": 'method="svd" is unknown',
     "train digits --set sampling=pair": "Did you mean 'pairs'?",
     "train digits --set optimizer=adamm": "Did you mean 'adam'?",
     "train digits --set schedule=cosine": 'schedule.name="cosine" is unknown. Known: constant',
