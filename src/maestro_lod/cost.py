@@ -18,7 +18,7 @@ from maestro_lod.errors import OptionError
 from maestro_lod.layers.lowrank import LowRank, PlainForm
 from maestro_lod.layers.ranks import low_rank_layers, require_low_rank, unwrapped
 from maestro_lod.layers.uses import Use, uses_of
-from maestro_lod.table import table
+from maestro_lod.table import Table, Tabular
 
 
 class Chooser(Protocol):
@@ -174,7 +174,7 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Tabular):
     """The cost of a model: as it stands, fused (as `extract` gives it), and dense."""
 
     layers: tuple[LayerCost, ...]
@@ -188,7 +188,8 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """Return a row per layer, and the totals."""
         rows = [
             (
                 row.name or row.kind,
@@ -210,7 +211,7 @@ class Summary:
             share = f"{of_params:.2f}×, {of_macs:.2f}×"
             rows.append((name, "", "", "", f"{params:,}", f"{macs:,}", share))
         header = ("layer", "kind", "weight", "rank", "params", "MACs", "fuse")
-        return table(header, rows, right=(3, 4, 5))
+        return Table(header, rows, right=(3, 4, 5))
 
 
 def summary(model: nn.Module, example: Example) -> Summary:
