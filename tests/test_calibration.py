@@ -141,6 +141,19 @@ def test_a_loss_says_how_much_outputs_count(frozen):
     torch.testing.assert_close(low_rank(x), model(x), **CLOSE)
 
 
+def test_energies_estimate_what_the_loss_changes_by():
+    torch.manual_seed(0)
+    model, x = nn.Linear(12, 9, bias=False), torch.randn(4000, 12) * torch.linspace(0.1, 2, 12)
+    drawn = torch.randn(4000, 9) * torch.linspace(2, 0.1, 9)  # independent of the inputs
+    found = calibrate(model, [(x, drawn)], loss=lambda output, target: (output * target).sum())
+    low_rank = lod.decompose(copy.deepcopy(model), calibration=found)
+    for rank in (2, 5, 8):
+        with lod.at_ranks(low_rank, rank), torch.no_grad():
+            changes = ((low_rank(x) - model(x)) * drawn).sum(1).square().sum()
+        estimate = found.energies("", model)[rank:].sum()
+        torch.testing.assert_close(changes.double(), estimate, rtol=0.2, atol=0)
+
+
 def test_outputs_alone_can_say_how_much_layers_count():
     model, x = nn.Linear(8, 5), torch.randn(400, 8)
     values = calibrate(model, [x], loss=own_values).moments[""].outputs[0]

@@ -31,6 +31,8 @@ class Moments:
     the diagonal alone, (groups, m). None means that all outputs count the same."""
     count: int = 0
     """At how many positions the layer was used, or its experts together."""
+    has_gradients: bool = False
+    """Whether a loss said how much errors of the layer count."""
 
     def add(self, what: str, moment: Tensor) -> None:
         known = getattr(self, what)
@@ -42,12 +44,12 @@ class Moments:
     def use_twice(self) -> None:
         """Let the rows of an embedding that is an output head too count the same, as it needs.
 
-        What the head multiplies and what is looked up count half each.
+        What the head multiplies and what is looked up count half each; gradients are left out.
         """
         if self.inputs is not None:
             usual = self.inputs.diagonal(dim1=1, dim2=2).mean()
             self.inputs += usual * torch.eye(self.inputs.shape[1], device=self.inputs.device)
-            self.outputs = None
+            self.outputs, self.has_gradients = None, False
 
 
 class Observer:
@@ -93,10 +95,10 @@ class Observer:
             layer, inputs = self._layers[name], (*args, *kwargs.values())
             if isinstance(layer, LowRankEmbedding):
                 self._count_tokens(name, layer, inputs[0])
-                return None
-            with torch.no_grad():
-                for rows in rows_of(layer, *inputs):
-                    self._add(name, rows)
+            else:
+                with torch.no_grad():
+                    for rows in rows_of(layer, *inputs):
+                        self._add(name, rows)
             return self._remember(name, output) if self._gradients else None
 
         return look
@@ -160,13 +162,16 @@ class Observer:
         gradients = torch.autograd.grad(loss, [y for _, y in outputs], allow_unused=True)
         for (name, _), gradient in zip(outputs, gradients, strict=True):
             layer = self._layers[name]
-            if gradient is None or (rows := output_rows_of(layer, gradient)) is None:
+            rows = None if gradient is None else output_rows_of(layer, gradient)
+            if rows is None:
                 continue
-            wide = layer.matrix_shape[0] > LARGEST_OUTPUT
-            moment = self._diagonal(rows) if wide else self._moment(name, rows)
-            self._moments[name].add("outputs", moment)
+            # what an embedding puts out are its columns; its rows count by what is looked up
+            side = "inputs" if isinstance(layer, LowRankEmbedding) else "outputs"
+            wide = rows[0].shape[1] > LARGEST_OUTPUT
+            self._moments[name].add(side, (self._diagonal if wide else self._moment)(name, rows))
+            self._moments[name].has_gradients = True
 
-    def _diagonal(self, rows: Rows) -> Tensor:
+    def _diagonal(self, name: str, rows: Rows) -> Tensor:
         return torch.stack([each.float().square().sum(0) for each in rows])
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from maestro_lod.layers.conv import LowRankConv, LowRankConvTranspose
+from maestro_lod.layers.embedding import LowRankEmbedding
 from maestro_lod.layers.linear import LowRankLinear
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.stack import LowRankStack
@@ -70,6 +71,11 @@ def output_rows_of(layer: LowRank, output: Tensor) -> Rows | None:
 @output_rows_of.register
 def _(layer: LowRankLinear, output: Tensor) -> Rows | None:
     return [output.reshape(-1, layer.out_features)]
+
+
+@output_rows_of.register
+def _(layer: LowRankEmbedding, output: Tensor) -> Rows | None:
+    return [output.reshape(-1, layer.embedding_dim)]
 
 
 @output_rows_of.register
