@@ -15,7 +15,8 @@ from maestro_lod.layers.embedding import LowRankEmbedding
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.registry import opened_type
 from maestro_lod.planning import Plan
-from maestro_lod.pretrained.rows import Rows, output_rows_of, recurrent_rows, rows_of
+from maestro_lod.pretrained.rows import Rows, output_rows_of, rows_of
+from maestro_lod.pretrained.unrolled import unrolled
 
 LARGEST_OUTPUT = 4096  # of a layer whose output gradients are related to each other
 
@@ -119,13 +120,7 @@ class Observer:
     def _opened(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """Look into a layer with several weights: run it once more, with parts that can be seen."""
         if isinstance(module, nn.RNNBase):
-
-            def recurrent(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-                for part, rows in recurrent_rows(module, *args, **kwargs):
-                    if (full := f"{name}.{part}".lstrip(".")) in self._layers:
-                        self._add(full, rows)
-
-            return recurrent
+            return self._unrolled(name)
         opened = opened_type(type(module))(module)
         for key, part in opened.named_children():
             if (full := f"{name}.{key}".lstrip(".")) in self._layers:
@@ -133,6 +128,18 @@ class Observer:
 
         def again(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             return opened(*args, **kwargs)
+
+        return again
+
+    def _unrolled(self, name: str) -> Callable[..., Any]:
+        def see(part: str, rows: Tensor, product: Tensor) -> None:
+            if (full := f"{name}.{part}".lstrip(".")) in self._layers:
+                self._add(full, [rows])
+                if self._gradients and product.requires_grad:
+                    self._outputs.append((full, product))
+
+        def again(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+            return unrolled(module, *args, **kwargs, see=see)  # None leaves the output as it is
 
         return again
 
