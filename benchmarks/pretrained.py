@@ -1,6 +1,7 @@
 """How good are pretrained models at a share of their weights, cut in which way?
 
-    python benchmarks/pretrained.py MODELS_DIR [--only "language model"] [--heal 0.7] [--steps 500]
+    python benchmarks/pretrained.py MODELS_DIR [--only "language model"] [--shares 0.8 0.7]
+                                                [--heal 0.7] [--steps 500]
 
 Every way gets the same share of the decomposed layers' weights; BatchNorms get statistics of their
 own each time. What is measured is kept: the same command goes on where it was stopped. Writes
@@ -176,6 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", type=Path)
     parser.add_argument("--only", choices=CASES, action="append")
+    parser.add_argument("--shares", type=float, nargs="+", choices=SHARES, default=SHARES)
     parser.add_argument("--heal", type=float, action="append", default=[])
     parser.add_argument("--steps", type=int, default=500)
     options = parser.parse_args()
@@ -199,7 +201,7 @@ def main() -> None:
             "calibrated + sequential": bench.corrected,
         }
         for way, make in ways.items():
-            for share in SHARES:
+            for share in options.shares:
                 bench.run(way, share, make)
         for share in options.heal:
             bench.run(f"+ healing, {options.steps} steps", share, bench.healed(options.steps))

@@ -11,7 +11,7 @@ from typing import Any
 try:
     import typer
 
-    from maestro_lod.app.commands import results, training
+    from maestro_lod.app.commands import compressing, results, training
     from maestro_lod.app.own import OwnCodeError
     from maestro_lod.app.terminal import complain
 except ImportError as missing:  # the core works without what the program needs
@@ -46,6 +46,8 @@ for _command in (
     results.deploy,
     results.bench,
     results.verify,
+    compressing.compress,
+    compressing.heal,
 ):
     app.command()(_command)
 

@@ -109,7 +109,7 @@ def deploy(
     """
     formats = [*dict.fromkeys(to or ["onnx"])]
     counts = {"max_params": max_params, "max_macs": max_macs, "max_bytes": max_bytes}
-    limits = {key: _number(key, text) for key, text in counts.items()}
+    limits = {key: number_of(key, text) for key, text in counts.items()}
     limits |= {"max_latency": max_latency, "min_accuracy": min_accuracy}
     given = {key: value for key, value in limits.items() if value is not None}
     if not given:
@@ -124,7 +124,7 @@ def deploy(
     say(f"{done}\n\nwritten to {out}")
 
 
-def _number(limit: str, text: str | None) -> int | float | None:
+def number_of(limit: str, text: str | None) -> int | float | None:
     """Read a count or a share; what looks like a whole number is a count."""
     if text is None:
         return None
