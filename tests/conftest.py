@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
+
+from tests.pair import Pair
 
 settings.register_profile(
     "repeatable",
@@ -25,12 +28,21 @@ settings.load_profile("repeatable")
 _data = Path(__file__).resolve().parents[2] / "shared" / "data"
 if _data.is_dir():  # real data, where it lies beside a checkout
     os.environ.setdefault("LOD_DATA", str(_data))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup, or behind & in a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests of Ctrl-C need
 torch.set_num_threads(1)  # tiny operations: more threads only wait for each other
 
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    both = Pair(tmp_path_factory.mktemp("pair"))
+    yield both
+    both.close()
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_mistakes_are_one_line_and_exit_code_two_or_one(llama, own, texts, tmp_p
     data = ["--data", texts["txt"]]
     cases = [
         ((llama, *limit, *out), 2, "--data is missing"),
-        ((llama, *data, "--max-params", "half", *out), 2, "is no number"),
+        ((llama, *data, "--max-params", "half", *out), 2, "is no amount"),
         ((llama, *data, *limit, "--to", "gguf", *out), 2, "--to gguf is not known"),
         ((llama, *data, *limit, "--out", tmp_path / "taken"), 2, "is there already"),
         ((tmp_path / "taken", *data, *limit, *out), 1, "has no config.json"),

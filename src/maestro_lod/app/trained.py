@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from maestro_lod.app.binding import require_same_weights, weights_digest
 from maestro_lod.app.data import Data
@@ -22,20 +21,25 @@ from maestro_lod.calls import as_call, with_tensors
 from maestro_lod.checkpoint import save
 from maestro_lod.cost import Cost
 from maestro_lod.deploy.choice import best_within, cost_of
-from maestro_lod.deploy.deployment import ROUNDS, Deployment, deploy_size, eager
+from maestro_lod.deploy.deployment import (
+    ROUNDS,
+    Deployment,
+    deploy_size,
+    eager,
+    require_usable,
+)
 from maestro_lod.deploy.frontier import frontier
 from maestro_lod.deploy.latency import all_dense, latency
 from maestro_lod.deploy.limits import require_limits
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.deploy.timing import drawn_call, interleaved
-from maestro_lod.errors import OptionError, listed, nearest
+from maestro_lod.errors import OptionError
 from maestro_lod.files import alone_in, remove_leftovers
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import decompose, extract
 from maestro_lod.table import table
 from maestro_lod.train.evaluate import (
     Loss,
-    Score,
     call,
     device_of,
     evaluate,
@@ -43,13 +47,9 @@ from maestro_lod.train.evaluate import (
     in_mode,
     on_device,
     recalibrate,
-    samples_in,
-    sums,
     to_evaluate,
 )
-
-SAMPLES = 2048  # of the training set, in the one batch that the search looks at; as in the paper
-SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "safetensors": ".safetensors"}
+from maestro_lod.train.sample import SAMPLES, first_samples, mean_loss
 
 Progress = Callable[[int, float], None]
 
@@ -106,12 +106,12 @@ def search(trained: Trained, **options: Any) -> Frontier:
 
     Accuracies are those of the validation data, if there are any: the test set stays out.
     """
-    batches, loss = _search_batches(trained.data), trained.loss
+    batches, loss = first_samples(trained.data.train), trained.loss
     held_out = trained.data.validation or batches
     has_classes = _has_classes(trained.model, batches)
     return frontier(
         trained.model,
-        lambda model: _mean_loss(model, batches, loss),
+        lambda model: mean_loss(model, batches, loss),
         example=trained.data.example,
         accuracy=(lambda model: _accuracy(model, held_out)) if has_classes else None,
         **options,
@@ -119,20 +119,28 @@ def search(trained: Trained, **options: Any) -> Frontier:
 
 
 def find_frontier(
-    trained: Trained, *, method: str = "look-ahead", progress: Progress | None = None
+    trained: Trained,
+    *,
+    method: str = "look-ahead",
+    cost: str = "macs",
+    progress: Progress | None = None,
 ) -> Frontier:
     """Search the sizes of a run's model, and write them to frontier.json and the elastic file.
 
     A search that was stopped goes on where it was.
     """
     data, run = trained.data, trained.run
-    journal = run.directory / f"frontier-{method}.jsonl"
+    journal = run.directory / f"frontier-{method}{'' if cost == 'macs' else f'-{cost}'}.jsonl"
     with alone_in(run.directory):
         remove_leftovers(run.directory)
-        found = search(trained, method=method, progress=progress, resume=journal)
+        found = search(trained, method=method, cost=cost, progress=progress, resume=journal)
         measured = latency(trained.model, data.example)
         found = found.with_latency(measured.predict, measured.dense)
-        of_model = {"weights": weights_digest(trained.model)}
+        held_out = "training" if data.validation is None else "validation"
+        of_model = {
+            "weights": weights_digest(trained.model),
+            "measured_on": {"loss": "training", "accuracy": held_out},
+        }
         run.write_json("frontier.json", {**json.loads(found.to_json()), **of_model})
         if trained.low_rank:  # one file, every size, and how to choose among them
             save(trained.model, run.model_file, frontier=found)
@@ -148,33 +156,6 @@ def frontier_of(trained: Trained, progress: Progress | None = None) -> Frontier:
     found = Frontier.load(path)
     require_same_weights(json.loads(path.read_text(encoding="utf-8")), trained.model, path)
     return found
-
-
-def _search_batches(data: Data) -> list[tuple[Any, Any]]:
-    """Return the same training samples each time, as one batch where they can be put together."""
-    torch.manual_seed(0)
-    batches, count = [], 0
-    for inputs, target in data.train:
-        batches.append((inputs, target))
-        count += samples_in(target)
-        if count >= SAMPLES:
-            break
-    if not batches:
-        raise OptionError("the training data is empty: there is nothing to search on.")
-    if all(isinstance(part, Tensor) for batch in batches for part in batch):
-        inputs = torch.cat([inputs for inputs, _ in batches])[:SAMPLES]
-        return [(inputs, torch.cat([target for _, target in batches])[:SAMPLES])]
-    return batches
-
-
-def _mean_loss(model: nn.Module, batches: Sequence[tuple[Any, Any]], loss: Loss) -> float:
-    """Return the mean loss over all targets of some batches; NaN if none of them counts."""
-    device, score = device_of(model), Score()
-    for inputs, target in batches:
-        target = on_device(target, device)
-        output = call(model, on_device(inputs, device))
-        score.add(loss(output, target), output, target, summed=sums(loss))
-    return score.means().get("loss", math.nan)
 
 
 def _accuracy(model: nn.Module, batches: Any) -> float:
@@ -208,14 +189,17 @@ def deploy(
     batch: int = 1,
     multiple: int | None = None,
     int8: bool = False,
-    allow_slower: bool = False,
+    fast: bool = False,
     progress: Progress | None = None,
 ) -> Deployment:
-    """Write the best size of a run's frontier within limits to files, as `deploy_size` does."""
+    """Write a run's model as it was trained, or its best size within limits, to files.
+
+    As `deploy_size` does; sizes are searched only if there is a limit.
+    """
     require_deployable(limits, formats, out, int8=int8)
     return deploy_size(
         trained.model,
-        frontier_of(trained, progress),
+        frontier_of(trained, progress) if limits else None,
         out,
         example=trained.example(batch),
         formats=formats,
@@ -223,7 +207,7 @@ def deploy(
         judge=lambda ranks: search(trained, ranks=[ranks])[-1],
         multiple=multiple,
         int8=int8,
-        allow_slower=allow_slower,
+        fast=fast,
         **limits,
     )
 
@@ -232,17 +216,11 @@ def require_deployable(
     limits: Mapping[str, float], formats: Sequence[str], out: Path, *, int8: bool = False
 ) -> None:
     """Refuse what cannot be meant before anything is loaded, searched or written."""
-    require_limits(limits)
-    for format_ in formats:
-        if format_ not in SUFFIXES:
-            raise OptionError(
-                f"there is no format {format_!r}.{nearest(format_, SUFFIXES)} Formats: "
-                f"{listed(SUFFIXES)}."
-            )
+    if limits:
+        require_limits(limits)
+    require_usable(out, formats)
     if int8 and "onnx" not in formats:
         raise OptionError("--int8 is for ONNX files: add --to onnx, or leave it out.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OptionError(f"--out {out} exists and is not empty. Give another.")
 
 
 # -- comparison --------------------------------------------------------------------------------
@@ -257,7 +235,7 @@ def bench(
 ) -> str:
     """Return a table of dense, trained and deployed sizes: cost, latency and test metrics."""
     found, example = frontier_of(trained, progress), trained.example(batch)
-    models = _models_to_bench(trained, found, shares, example)
+    models = _models_to_bench(trained, found, shares)
     tests = {name: trained.tested(model) for name, model in models.items()}
     runs = drawn_call(as_call(example), device_of(trained.model))
     with torch.inference_mode():
@@ -280,14 +258,14 @@ def bench(
 
 
 def _models_to_bench(
-    trained: Trained, found: Frontier, shares: Sequence[float], example: Any
+    trained: Trained, found: Frontier, shares: Sequence[float]
 ) -> dict[str, nn.Module]:
     """Return the dense model, the trained one, and those sizes that the frontier reaches."""
-    model, measured = trained.model, latency(trained.model, example)
-    models = {"dense": trained.dense(), "as trained": extract(model, by=measured)}
+    model = trained.model
+    models = {"dense": trained.dense(), "as trained": extract(model)}
     for share in shares:
         with suppress(OptionError):  # the frontier does not reach so far down
-            small = best_within(model, found, measured, trained.data.example, max_macs=share)
+            small = best_within(model, found, trained.data.example, max_macs=share)
             models[f"MACs ≤ {share:g}×"] = small
     return models
 

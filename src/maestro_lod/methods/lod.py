@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from maestro_lod.cost import Cost
 from maestro_lod.errors import OptionError
 from maestro_lod.surgery import decompose
 from maestro_lod.train.lod import LoD
@@ -53,9 +54,9 @@ class LoDSettings(Settings):
     alternatives = ("penalty", "pressure", "budget")
 
     decompose: Decomposition = Decomposition()
-    penalty: float = setting(0.0, "λ of the group lasso", least=0.0)
-    pressure: float = setting(0.0, "λ without units, instead of penalty", least=0.0)
     budget: Budget | None = None
+    penalty: float = setting(0.0, "λ of the group lasso, instead of a budget", least=0.0)
+    pressure: float = setting(0.0, "λ without units, to search on", least=0.0)
     threshold: float = setting(1e-7, "importance of ranks to remove", least=0.0)
     sampling: str = setting("pairs", "of the rank of a step", choices=STRATEGIES)
     proximal: bool = setting(False, "exact zeros under any optimizer")
@@ -89,7 +90,13 @@ class LoDSettings(Settings):
         if self.pressure:
             require_plain_gradient(self.pressure, kind, proximal=self.proximal)
 
-    def make(self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int) -> LoD:
+    @classmethod
+    def at_size(cls, size: float) -> dict[str, Any]:
+        return {"budget": {"params": size}}
+
+    def make(
+        self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
+    ) -> LoD:
         others = {"decompose", "shrink", *self.alternatives}
         same = {key: value for key, value in vars(self).items() if key not in others}
         same["threshold"] = self.threshold if self.shrink else None

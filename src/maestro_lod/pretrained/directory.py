@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from maestro_lod.errors import CheckpointError, DataError, listed
+from maestro_lod.installing import install
 from maestro_lod.integrations.huggingface import architecture_of
 
 CONFIG = "config.json"
@@ -153,7 +154,7 @@ def _columns(file: Path) -> Iterator[str]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")  # of the extra cli
     except ImportError:
-        raise DataError(f"{file} needs pyarrow: pip install 'maestro-lod[cli]'.") from None
+        raise DataError(f"{file} needs pyarrow: {install('cli')}.") from None
     with parquet.ParquetFile(file) as table:
         if "text" not in table.schema_arrow.names:
             names = listed(table.schema_arrow.names)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from maestro_lod.distributed.shards import whole_norm, zero_behind_
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.train.ledger import Ledger
@@ -264,14 +265,15 @@ def _best_place(least: Tensor, full: int) -> int:
 def _clear(model: nn.Module, ranks: Mapping[str, int]) -> None:
     """Set all ranks beyond these to zero."""
     for name, layer in low_rank_layers(model).items():
-        layer.u[:, ranks[name] :].zero_()
-        layer.v[ranks[name] :].zero_()
+        u, v = layer.stored_factors()
+        zero_behind_(u, 1, ranks[name])
+        zero_behind_(v, 0, ranks[name])
 
 
 def _typical_norm(model: nn.Module) -> float:
     """Return the median over layers of the mean norm of a rank of u."""
     norms = sorted(
-        float(layer.u.detach().float().norm()) / math.sqrt(layer.rank)
+        whole_norm(layer.stored_factors()[0]) / math.sqrt(layer.rank)
         for layer in low_rank_layers(model).values()
         if layer.rank and layer.u.requires_grad
     )

@@ -10,11 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_map_only
 
 from maestro_lod.calls import Example
+from maestro_lod.cost import count_bits
+from maestro_lod.distributed.agreement import Agreement
+from maestro_lod.distributed.ddp import renew, wrappers_of
+from maestro_lod.distributed.fsdp import adopt_shards
+from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
-    LayerError,
     OptionError,
     TrainingError,
     listed,
@@ -25,10 +28,10 @@ from maestro_lod.errors import (
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import require_all_active, require_low_rank, unwrapped
 from maestro_lod.train.budget import Steering
-from maestro_lod.train.distillation import require_class_scores, soft_cross_entropy
-from maestro_lod.train.finite import require_finite_loss, require_finite_parameters
+from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.method import RunPlan
+from maestro_lod.train.passes import Passes
 from maestro_lod.train.rank_penalty import RankPenalty
 from maestro_lod.train.record import MethodRecord
 from maestro_lod.train.sampling import RankSampler
@@ -37,11 +40,12 @@ from maestro_lod.train.shrink import (
     ranks_above,
     require_averaged,
     require_optimizer,
-    require_unwrapped,
-    unmoved_ranks,
+    unwrapped_optimizer,
 )
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
+from maestro_lod.train.unmoved import Grace, at_least
+from maestro_lod.train.unshrunk import unshrunk
 
 logger = logging.getLogger(__name__)
 
@@ -84,33 +88,30 @@ class LoD:
         ema: AveragedModel | None = None,
         example: Example | None = None,
     ) -> None:
-        _require_inner_model(model)
-        for option, value in (
-            ("proximal", proximal),
-            ("full_pass", full_pass),
-            ("distill", distill),
-        ):
-            require_bool(option, value)
-        strength = require_strength(penalty)
-        budget = isinstance(strength, Budget)
-        _require_consistent(budget, threshold, full_pass, distill)
+        self.passes = Passes(full_pass, distill)
+        budget = isinstance(strength := require_strength(penalty), Budget)
+        if budget and threshold is None:
+            raise OptionError("a budget has to remove ranks: leave threshold=None out.")
+        optimizer = unwrapped_optimizer(optimizer)
         self.model, self.optimizer = unwrapped(model), optimizer
         require_all_active(self.model, "training")
+        adopt_shards(self.model)
         self.threshold = None if threshold is None else require_nonnegative("threshold", threshold)
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
-        self.full_pass, self.distill, self.ema = full_pass, distill, ema
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
         require_optimizer(self.model, optimizer)
-        if ema is not None:
-            require_averaged(ema)
+        self.ema = None if ema is None else require_averaged(ema)
         self.ledger = Ledger.of(self.model, example)
         self._penalty = RankPenalty(
-            strength, self.model, optimizer, self.ledger, proximal=proximal, min_rank=self.min_rank
-        )
+            strength, self.model, optimizer, self.ledger,
+            proximal=require_bool("proximal", proximal), min_rank=self.min_rank,
+        )  # fmt: skip
         self.proximal = self._penalty.proximal
         self.epoch = 0
+        self._epochs: int | None = None  # planned, if somebody says so
         self._layers = _require_ranks_to_train(self.model, self.min_rank)
-        self._unmoved = unmoved_ranks(self.model)
+        self._grace = Grace(self.model)
+        self._agreement = Agreement(self.model)
         self._steps = SampledSteps(
             self.model, optimizer, self.sampler, note_example=example is None
         )
@@ -136,9 +137,11 @@ class LoD:
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         """Learn how long training lasts, where λ depends on it; `fit` calls this."""
-        if self.optimizer is not optimizer or self.model is not unwrapped(model):
+        same = self.optimizer is unwrapped_optimizer(optimizer)
+        if not same or self.model is not unwrapped(model):
             raise OptionError("LoD was made for another model or optimizer than fit was given.")
         self._penalty.start(plan)
+        self._epochs = plan.epochs
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -149,7 +152,10 @@ class LoD:
         The block must cover forward and backward: activation checkpointing runs the forward again.
         Yields what was drawn.
         """
-        with self._steps.one(healing=self._healing(passes=1)) as drawn:
+        with (
+            explaining_loss_of_others(),
+            self._steps.one(healing=self._healing(passes=1)) as drawn,
+        ):
             yield drawn
 
     def begin_step(self) -> dict[str, int]:
@@ -165,9 +171,10 @@ class LoD:
 
     def _healing(self, passes: int) -> bool:
         """Say whether the model heals, or refuse a step that cannot be done in so many passes."""
-        if self.full_pass and passes == 1:
+        if self.passes.full_pass and passes == 1:
             raise OptionError("full_pass=True needs two passes: use backward(forward, loss).")
         self._penalty.begin_step()
+        self._agreement.before_step(self.facts)
         return self._penalty.healing
 
     def penalty_loss(self) -> Tensor:
@@ -200,24 +207,11 @@ class LoD:
         trains the sampled pass on, given the output of the full one; without it that is the
         cross-entropy of scores (N, classes, …).
         """
-        total: Tensor | float = 0.0
-        if self.full_pass:
-            output = forward()
-            if self.distill and soft_loss is None:
-                require_class_scores(output)
-            full_loss = require_finite_loss(loss(output) * weight)
-            full_loss.backward()  # type: ignore[no-untyped-call]
-            total = full_loss.detach()
-        with self._steps.one(healing=self._healing(passes=2)):
-            sampled = forward()
-            if self.distill:
-                teacher = tree_map_only(Tensor, Tensor.detach, output)
-                data_loss = (soft_loss or soft_cross_entropy)(sampled, teacher)
-            else:
-                data_loss = loss(sampled)
-            sampled_loss = require_finite_loss((data_loss + self.penalty_loss()) * weight)
-            sampled_loss.backward()  # type: ignore[no-untyped-call]
-        return sampled_loss.detach() + total
+        with explaining_loss_of_others():
+            sampled = self._steps.one(healing=self._healing(passes=2))
+            return self.passes.backward(
+                forward, loss, sampled, self.penalty_loss, weight, soft_loss
+            )
 
     # -- one epoch -----------------------------------------------------------------------------
 
@@ -227,13 +221,16 @@ class LoD:
         If it is the last one, the model fits its budget afterwards, whatever was planned.
         """
         require_bool("last", last)
+        self._agreement.end_epoch(self)
         self._steps.require_some(self.epoch)
         self._penalty.require_applied(self.epoch)
         require_optimizer(self.model, self.optimizer)
         require_finite_parameters(self.model)
         keep = self._ranks_to_keep(last)
-        cost = self.ledger.epoch_cost(self.model, self._steps.chances(), full_pass=self.full_pass)
-        lost = {} if self.threshold is None else cut(self.model, keep, self.optimizer, self.ema)
+        cost = self.ledger.epoch_cost(
+            self.model, self._steps.chances(), full_pass=self.passes.full_pass
+        )
+        lost = {} if self.threshold is None else self._cut(keep)
         self.ledger.epochs.append(cost)
         logger.info(
             "epoch %d: total rank %d, %d parameters; ranks removed: %s",
@@ -242,31 +239,21 @@ class LoD:
         self.epoch += 1
         self._penalty.use = None
         self._steps.new_epoch()
+        self._agreement.new_epoch()
         self._penalty.warn_of_floor(self.threshold, lost)
         return lost
 
     def _ranks_to_keep(self, last: bool) -> dict[str, int]:
-        if self.threshold is not None:
-            require_unwrapped(self.model)
         if last and self.steering is not None:
             self.land()
-        keep = ranks_above(self.model, self.threshold or 0.0, self.min_rank)
-        unmoved = self._still_unmoved()
-        keep = {name: max(rank, unmoved.get(name, 0)) for name, rank in keep.items()}
+        spared = self._grace.end_epoch(self.epoch)
+        keep = at_least(ranks_above(self.model, self.threshold or 0.0, self.min_rank), spared)
         _require_ranks(keep, self.threshold, self.penalty)
         self._steps.measure(self.ledger)
-        return keep if self.steering is None else self.steering.end_epoch(self.model, unmoved)
+        return keep if self.steering is None else self.steering.end_epoch(self.model, spared)
 
-    def _still_unmoved(self) -> dict[str, int]:
-        """Return what no layer is cut below: its ranks that had no chance to move yet.
-
-        Those that were zero in one factor at the start have the first epoch to themselves, and more
-        for as long as they are.
-        """
-        if self._unmoved and self.epoch:
-            now = unmoved_ranks(self.model)
-            self._unmoved = {n: min(r, now[n]) for n, r in self._unmoved.items() if n in now}
-        return self._unmoved
+    def _cut(self, keep: Mapping[str, int]) -> dict[str, int]:
+        return cut(self.model, keep, self.optimizer, self.ema, self._agreement.wrappers)
 
     def land(self) -> None:
         """Fit the budget now, whatever the plan: ranks too many become zero until end_epoch().
@@ -279,21 +266,36 @@ class LoD:
         """Say what the model is and would cost now, deployed."""
         deployed, dense_macs = self.ledger.deployed(self.model), self.ledger.dense_macs
         params, macs = deployed.params, deployed.macs
+        note = None
+        if self.steering is None and self.threshold is not None and self._epochs is not None:
+            share, passed = params / self.ledger.dense_params, (self.epoch, self._epochs)
+            note = unshrunk(self._layers, share, self.penalty, *passed)
         return MethodRecord(
             params=params,
             macs=macs,
             relative_params=params / self.ledger.dense_params,
             relative_macs=None if macs is None or not dense_macs else macs / dense_macs,
+            bits=count_bits(self.model, params),
+            relative_bits=params / self.ledger.dense_params,
             ranks={name: layer.rank for name, layer in self._layers.items()},
             penalty=self.penalty,
             budget=None if self.steering is None else self.steering.share,
             phase=None if self.steering is None else self.steering.phase,
+            note=note,
         )
 
     def training_cost(self) -> dict[str, float | None]:
         """Return what training has cost so far, relative to training the dense model."""
-        kinds = ("relative_params", "relative_macs", "relative_executed_macs")
-        return {kind: getattr(self.ledger, kind) for kind in kinds}
+        return self.ledger.relative()
+
+    def facts(self) -> dict[str, object]:
+        """Say what must be the same in all processes that train this model."""
+        return {
+            "the ranks of the model": {name: layer.rank for name, layer in self._layers.items()},
+            "the options of LoD": f"penalty={self.penalty!r} threshold={self.threshold!r} "
+            f"min_rank={self.min_rank} proximal={self.proximal} {self.passes}",
+            "the ranks to draw (seed and steps so far)": self.sampler.fingerprint(),
+        }
 
     # -- resume --------------------------------------------------------------------------------
 
@@ -308,7 +310,7 @@ class LoD:
             "sampler": self.sampler.state_dict(),
             "ledger": self.ledger.state_dict(),
             "budget": None if self.steering is None else self.steering.state_dict(),
-            "unmoved": dict(self._unmoved),
+            "unmoved": dict(self._grace.ranks),
             "penalty_use": self._penalty.use,
         }
 
@@ -324,17 +326,10 @@ class LoD:
         self.epoch, self._penalty.value = int(state["epoch"]), float(state["penalty"])
         self._steps.load_counts(state)
         # which older states do not have
-        self._unmoved = dict(state.get("unmoved", {}))
+        self._grace.ranks = dict(state.get("unmoved", {}))
         self._penalty.use = state.get("penalty_use", "applied")
-
-
-def _require_consistent(
-    budget: bool, threshold: float | None, full_pass: bool, distill: bool
-) -> None:
-    if distill and not full_pass:
-        raise OptionError("distill=True needs the full pass as its teacher: full_pass=True.")
-    if budget and threshold is None:
-        raise OptionError("a budget has to remove ranks: leave threshold=None out.")
+        for wrapper in wrappers_of(self.model):
+            renew(wrapper)  # whose buckets are of other ranks if the model's state was
 
 
 def _require_ranks(keep: Mapping[str, int], threshold: float | None, penalty: float) -> None:
@@ -359,14 +354,6 @@ def _require_ranks_to_train(model: nn.Module, min_rank: int) -> dict[str, LowRan
             f"largest has {most}; give less, or threshold=None not to shrink."
         )
     return layers
-
-
-def _require_inner_model(model: nn.Module) -> None:
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise LayerError(
-            "LoD was given a DistributedDataParallel wrapper. Give it the inner model, "
-            "LoD(ddp.module, …), and wrap anew after each end_epoch()."
-        )
 
 
 _STATE = (

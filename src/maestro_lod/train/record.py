@@ -12,11 +12,18 @@ class MethodRecord:
     """What a method says of the model at the end of an epoch; None is what it does not know."""
 
     params: int | None = None
-    """Of the model as it would be deployed, as all sizes here."""
+    """Of the model as it would be deployed, as all sizes here; of a sparse one, its non-zeros."""
     macs: int | None = None
+    """Of the plain model: zeros are multiplied, and binary weights too."""
     relative_params: float | None = None
     """Relative to the dense model."""
     relative_macs: float | None = None
+    bits: int | None = None
+    """Of all values that are stored."""
+    index_bits: int | None = None
+    """What it takes beside them to say where the non-zeros of a sparse model are."""
+    relative_bits: float | None = None
+    """Bits relative to the dense model, indices left out: the size that methods are given."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Of each low-rank layer; empty for a model without any."""
     penalty: float | None = None
@@ -25,6 +32,8 @@ class MethodRecord:
     """What the model may cost, relative to dense."""
     phase: str | None = None
     """Of a training that has several."""
+    note: str | None = None
+    """What its user should know, and what to do about it."""
     others: Mapping[str, float] = field(default_factory=dict)
     """Further numbers, by name."""
 
@@ -32,6 +41,17 @@ class MethodRecord:
     def total_rank(self) -> int | None:
         """The sum of all ranks; None for a model without low-rank layers."""
         return sum(self.ranks.values()) if self.ranks else None
+
+    def size(self) -> dict[str, float]:
+        """Return what is known of the size, by name."""
+        known = {name: getattr(self, name) for name in _SIZES}
+        return {name: value for name, value in known.items() if value is not None}
+
+
+_SIZES = (
+    *("params", "macs", "relative_params", "relative_macs"),
+    *("bits", "index_bits", "relative_bits"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +91,7 @@ class EpochRecord(MethodRecord):
         found: dict[str, Any] = {"train": {}, "validation": {}, "others": {}}
         for key, value in flat.items():
             split, _, measure = key.partition("_")
-            if key == "phase":
+            if key in ("phase", "note"):
                 found[key] = value if isinstance(value, str) else None
             elif key == "ranks":
                 found[key] = _numbers(value)

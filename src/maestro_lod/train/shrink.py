@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from maestro_lod.distributed.ddp import live_wrappers_of, release, renew, require_renewable
+from maestro_lod.distributed.decision import decided_by_the_first
+from maestro_lod.distributed.fsdp import adopt_shards, cut_shard, reshard, shard_group
+from maestro_lod.distributed.shards import narrowed, zero_behind_
 from maestro_lod.errors import (
     LayerError,
     TrainingError,
@@ -24,6 +29,8 @@ from maestro_lod.layers.ranks import low_rank_layers, require_low_rank
 from maestro_lod.train.penalty import importance
 
 logger = logging.getLogger(__name__)
+
+_TRAINERS = ("accelerate", "lightning", "pytorch_lightning")
 
 
 def shrink(
@@ -38,10 +45,15 @@ def shrink(
 
     Parameters, their gradients and the optimizer's state become physically smaller; what survives
     is kept bit for bit. No layer falls below `min_rank`. An `AveragedModel` given as `ema` is cut
-    to the same ranks. Returns how many ranks each layer lost (layers that lost none are left out).
+    to the same ranks. Where several processes train the model, each calls this, the first decides,
+    and the wrapper goes on. Returns how many ranks each layer lost (layers that lost none are left
+    out).
     """
-    require_unwrapped(model)
-    return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema)
+    if optimizer is not None:
+        optimizer = unwrapped_optimizer(optimizer)
+    adopt_shards(model)
+    wrappers = live_wrappers_of(model)
+    return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema, wrappers)
 
 
 def ranks_above(model: nn.Module, threshold: float, min_rank: int = 0) -> dict[str, int]:
@@ -61,39 +73,63 @@ def ranks_above(model: nn.Module, threshold: float, min_rank: int = 0) -> dict[s
     }
 
 
-def unmoved_ranks(model: nn.Module) -> dict[str, int]:
-    """Return the last rank of each layer that is zero in one factor alone, of those that have any.
-
-    That is how a rank without singular value begins. The factor that is zero gets a gradient, so
-    such a rank is not useless: nothing has moved it yet. Layers that are frozen are left out.
-    """
-    found = {}
-    for name, layer in low_rank_layers(model).items():
-        u, v = layer.u.detach().movedim(1, 0).flatten(1), layer.v.detach().flatten(1)
-        unmoved = (u != 0).any(1) ^ (v != 0).any(1)
-        if (layer.u.requires_grad or layer.v.requires_grad) and bool(unmoved.any()):
-            found[name] = int(unmoved.nonzero().max()) + 1
-    return found
-
-
 def cut(
     model: nn.Module,
     ranks: Mapping[str, int],
     optimizer: Optimizer | None = None,
     ema: AveragedModel | None = None,
+    wrappers: Sequence[DistributedDataParallel] = (),
 ) -> dict[str, int]:
-    """Cut layers to these ranks, in place, with optimizer state and EMA copy; return the losses."""
+    """Cut layers to these ranks, in place, with all that goes along; return the losses.
+
+    That is the optimizer's state, the averaged copy, and wrappers that hold the model.
+    """
     layers = require_low_rank(model)
-    lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
-    require_unwrapped(model)
     if optimizer is not None:
         require_optimizer(model, optimizer)
     averaged = _averaged_layers(ema, layers) if ema is not None else {}
+    for wrapper in wrappers:
+        require_renewable(wrapper)
+    group = wrappers[0].process_group if wrappers else shard_group(model)
+    if group is not None:
+        ranks = decided_by_the_first(ranks, importance(model), group)
+    # FSDP cannot hold parameters without elements: one rank of zeros stays there
+    ranks = {name: max(rank, int(layers[name].sharded)) for name, rank in ranks.items()}
+    lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
+    if lost:
+        reshard(model)
+        for wrapper in wrappers:
+            release(wrapper)
     for name in lost:
         _cut_layer(layers[name], ranks[name], optimizer)
         if ema is not None:
             _cut_layer(averaged[name], ranks[name], None)
+    if lost:
+        for wrapper in wrappers:
+            renew(wrapper)
+        _forget_compiled_code()
     return lost
+
+
+def _forget_compiled_code() -> None:
+    """Drop graphs of the old shapes, which would count towards the limit of recompilations.
+
+    Past it nothing is compiled any more, and fullgraph=True is an error. Whatever else was compiled
+    in this process is compiled anew too, once per shrink.
+    """
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+
+
+def unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside the wrappers of Accelerate and Lightning.
+
+    They share its parameter groups and state, but have no hooks of their own.
+    """
+    while type(optimizer).__module__.partition(".")[0] in _TRAINERS:
+        inner: Any = optimizer
+        optimizer = inner.optimizer
+    return optimizer
 
 
 def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -109,7 +145,7 @@ def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     missing = [
         f"{name}.{key}".lstrip(".")
         for name, layer in low_rank_layers(model).items()
-        for key, p in (("u", layer.u), ("v", layer.v))
+        for key, p in zip("uv", layer.stored_factors(), strict=True)
         if p.requires_grad and id(p) not in held
     ]
     if missing:
@@ -127,21 +163,22 @@ def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
     For ranks that are zero in both factors: they get no gradient, so without momentum they stay
     zero until they are cut.
     """
-    for parameter, dim in ((layer.u, 1), (layer.v, 0)):
+    for parameter, dim in zip(layer.stored_factors(), (1, 0), strict=True):
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                value.narrow(dim, rank, layer.rank - rank).zero_()
+                zero_behind_(value, dim, rank)
 
 
-def require_averaged(ema: AveragedModel) -> None:
-    """Refuse what is no averaged copy of a model."""
+def require_averaged(ema: AveragedModel) -> AveragedModel:
+    """Return an averaged copy of a model, or refuse what is none."""
     if not isinstance(ema, AveragedModel):
         raise LayerError(f"ema is a {type(ema).__name__}. Give an AveragedModel(model).")
+    return ema
 
 
 def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
     require_averaged(ema)
-    averaged = low_rank_layers(ema.module)
+    averaged = low_rank_layers(ema.module)  # of a wrapper, those inside
     if {n: m.rank for n, m in averaged.items()} != {n: m.rank for n, m in layers.items()}:
         raise LayerError(
             "the averaged model has other low-rank layers or ranks than the model. Create "
@@ -150,50 +187,27 @@ def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[
     return averaged
 
 
-def require_unwrapped(model: nn.Module) -> None:
-    """Refuse a model that a distributed wrapper holds: it would keep the old shapes, silently."""
-    sharded = [
-        f"{name}.{key}".lstrip(".")
-        for name, layer in low_rank_layers(model).items()
-        for key, p in (("u", layer.u), ("v", layer.v))
-        if type(p) is not nn.Parameter
-    ]
-    if sharded:
-        raise LayerError(
-            f"parameters are sharded by FSDP or a tensor subclass ({listed(sharded)}), which would "
-            "undo a shrink. Gather full state dicts, shrink an unsharded model, shard it again."
-        )
-    wrapper = nn.parallel.DistributedDataParallel
-    inside = any(isinstance(m, wrapper) for m in model.modules())
-    if not inside and torch.distributed.is_available() and torch.distributed.is_initialized():
-        gc.collect()  # a wrapper that was deleted may still wait in a reference cycle
-        mine = {id(m) for m in low_rank_layers(model).values()}
-        inside = any(
-            any(id(m) in mine for m in obj.modules())
-            for obj in gc.get_objects()
-            if issubclass(type(obj), wrapper)  # isinstance would run the code of proxies
-        )
-    if inside:
-        raise LayerError(
-            "the model is inside DistributedDataParallel, whose gradient buckets keep the old "
-            "shapes. Delete the wrapper, shrink the inner model, wrap it again: "
-            "model = ddp.module; del ddp; shrink(model, …); ddp = DistributedDataParallel(model)."
-        )
-
-
 @torch.no_grad()
 def _cut_layer(layer: LowRank, rank: int, optimizer: Optimizer | None) -> None:
     for key, dim in (("u", 1), ("v", 0)):
-        old: nn.Parameter = getattr(layer, key)
-        new = nn.Parameter(old.narrow(dim, 0, rank).clone(), requires_grad=old.requires_grad)
-        if old.grad is not None and rank:
-            new.grad = old.grad.narrow(dim, 0, rank).clone()
+        if layer.sharded:
+            old, new = cut_shard(layer, key, rank)
+        else:
+            old, new = _cut_factor(layer, key, dim, rank)
         _move_hooks(old, new)
         vars(new).update(vars(old))  # what a user put on it
-        setattr(layer, key, new)
         if optimizer is not None:
             _swap_parameter(optimizer, old, new, dim)
     layer.freeze_if_empty()
+
+
+def _cut_factor(layer: LowRank, key: str, dim: int, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+    old: nn.Parameter = getattr(layer, key)
+    new = nn.Parameter(old.narrow(dim, 0, rank).clone(), requires_grad=old.requires_grad)
+    if old.grad is not None and rank:
+        new.grad = old.grad.narrow(dim, 0, rank).clone()
+    setattr(layer, key, new)
+    return old, new
 
 
 def _move_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
@@ -221,7 +235,7 @@ def _sliced_state(
         if not isinstance(value, Tensor) or value.ndim == 0:
             sliced[key] = value  # step counters and options
         elif value.ndim == old.ndim and value.shape[dim] == old.shape[dim]:
-            sliced[key] = value.narrow(dim, 0, new.shape[dim]).clone()
+            sliced[key] = narrowed(value, dim, new.shape[dim])
         elif value.numel() == 1 or (value.ndim == old.ndim and value.shape[dim] == 1):
             sliced[key] = value  # averaged over the ranks, as Adafactor's moments are
         else:

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
+from maestro_lod.amounts import amount_of
 from maestro_lod.app.commands import options
-from maestro_lod.app.commands.results import number_of
 from maestro_lod.app.own import called, own_function, with_article
 from maestro_lod.app.recipe import load_recipe
 from maestro_lod.app.setup import data_of, dense_model_of
@@ -24,6 +24,7 @@ from maestro_lod.calls import Call, as_call
 from maestro_lod.checkpoint import save
 from maestro_lod.deploy.export import export
 from maestro_lod.errors import DataError, OptionError, listed
+from maestro_lod.installing import install
 from maestro_lod.planning import Tied
 from maestro_lod.pretrained.calibration import split_batch
 from maestro_lod.pretrained.compression import Progress as Report
@@ -80,8 +81,7 @@ def compress(
       lod compress ./llama --data stories.jsonl --max-params 0.5 --heal 500 --out small
     """
     formats = _require_formats(to)
-    limit = number_of("max_params", max_params)
-    assert limit is not None
+    limit = amount_of(max_params, "--max-params")
     _require_new(out)
     model, inputs, scores = _opened(source, data, batches)
     tied: Tied = "share" if share_tied else "keep"
@@ -182,7 +182,7 @@ def _extra(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise OptionError(
-            "transformers directories need the package: pip install 'maestro-lod[huggingface]'."
+            f"transformers directories need the package: {install('huggingface')}."
         ) from None
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from maestro_lod.amounts import amount_of
 from maestro_lod.app.commands import options
-from maestro_lod.app.recipe import load_recipe, recipe_names
+from maestro_lod.app.recipe import load_recipe
+from maestro_lod.app.recipe_files import recipe_names
 from maestro_lod.app.report import write_report
 from maestro_lod.app.run import Run
 from maestro_lod.app.setup import data_of, model_of
-from maestro_lod.app.terminal import say, search_bar
+from maestro_lod.app.terminal import complain, say, search_bar
 from maestro_lod.app.trained import Trained, find_frontier, require_deployable
 from maestro_lod.app.trained import bench as compare
 from maestro_lod.app.trained import deploy as write_deployment
@@ -26,15 +29,26 @@ from maestro_lod.errors import CheckpointError, OptionError, listed
 def report(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Run directories.")],
     out: Annotated[
-        Path | None, typer.Option(help="The page. [dim]\\[default: report.html in the first][/dim]")
+        Path | None,
+        typer.Option(
+            help="The page. [dim]\\[default: DIR/report.html, or report-A-B.html here][/dim]"
+        ),
     ] = None,
 ) -> None:
     """Write one self-contained HTML page about one run, or several side by side."""
     try:
-        page = write_report(directories, out or directories[0] / "report.html")
+        page = write_report(directories, out or _place_of(directories))
     except CheckpointError as error:  # nothing has failed but what was given
         raise OptionError(str(error)) from error
     say(str(page))
+
+
+def _place_of(directories: Sequence[Path]) -> Path:
+    """Return where a page goes: into its run, or beside whoever compares several."""
+    names = [directory.resolve().name for directory in dict.fromkeys(directories)]
+    if len(names) == 1:
+        return directories[0] / "report.html"
+    return Path(f"report-{'-'.join(names)}"[:120] + ".html")
 
 
 def summary(
@@ -56,18 +70,12 @@ def summary(
     say(str(summary_of(model, data.example)))
 
 
-def recipes() -> None:
-    """List the recipes that come with the library."""
-    width = max(map(len, recipe_names()))
-    for name in recipe_names():
-        say(f"{name:{width}}  {load_recipe(name).description}")
-
-
 def frontier(
     directory: options.FinishedRun,
     method: Annotated[
         str, typer.Option(help="look-ahead, per-cost, greedy (the paper's), knapsack or threshold.")
     ] = "look-ahead",
+    cost: Annotated[str, typer.Option(help="What to save: macs or params.")] = "macs",
     trust: options.Trust = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -76,9 +84,11 @@ def frontier(
     Stop it at any time: the next call goes on where it was.
     """
     require_method(method)
+    if cost not in ("macs", "params"):
+        raise OptionError(f"--cost {cost!r} is not known: macs or params.")
     run = Run.open(directory, trust=trust)
     with search_bar(quiet) as progress:
-        found = find_frontier(Trained.of(run), method=method, progress=progress)
+        found = find_frontier(Trained.of(run), method=method, cost=cost, progress=progress)
     write_report([directory], directory / "report.html")
     say(f"{found}\n\nwritten: {directory / 'frontier.json'}, {directory / 'report.html'}")
 
@@ -95,46 +105,41 @@ def deploy(
     batch: options.Batch = 1,
     multiple: options.Multiple = None,
     int8: Annotated[bool, typer.Option("--int8", help="For ONNX, an int8 file too.")] = False,
-    allow_slower: options.AllowSlower = False,
+    fast: options.Fast = False,
     trust: options.Trust = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Write the best size within limits to files that were verified, tested and timed.
+    """Write a run's model, as it was trained or cut to a size, to files that were verified.
+
+    They are tested and timed too. What cannot be written well is left out and named, and the exit
+    code is 3.
 
     Examples:
 
-      lod deploy runs/digits --max-macs 0.25 --out phone
+      lod deploy runs/digits --out phone
 
-      lod deploy runs/digits --max-params 5000 --to onnx --to pt2 --int8 --out watch
+      lod deploy runs/digits --max-params 10% --to onnx --to pt2 --int8 --out watch
     """
     formats = [*dict.fromkeys(to or ["onnx"])]
     counts = {"max_params": max_params, "max_macs": max_macs, "max_bytes": max_bytes}
-    limits = {key: number_of(key, text) for key, text in counts.items()}
+    limits: dict[str, float | None] = {
+        key: None if text is None else amount_of(text, f"--{key.replace('_', '-')}")
+        for key, text in counts.items()
+    }
     limits |= {"max_latency": max_latency, "min_accuracy": min_accuracy}
     given = {key: value for key, value in limits.items() if value is not None}
-    if not given:
-        raise OptionError("give a limit, such as --max-macs 0.25 or --max-params 5000.")
     require_deployable(given, formats, out, int8=int8)
     run = Run.open(directory, trust=trust)
     with search_bar(quiet) as progress:
         done = write_deployment(
             Trained.of(run), given, formats, out, batch=batch, multiple=multiple,
-            int8=int8, allow_slower=allow_slower, progress=progress,
+            int8=int8, fast=fast, progress=progress,
         )  # fmt: skip
     say(f"{done}\n\nwritten to {out}")
-
-
-def number_of(limit: str, text: str | None) -> int | float | None:
-    """Read a count or a share; what looks like a whole number is a count."""
-    if text is None:
-        return None
-    try:
-        return float(text) if set(text) & set(".eE") else int(text)
-    except ValueError:
-        raise OptionError(
-            f"--{limit.replace('_', '-')} {text[:40]!r} is no number: give a share of dense such "
-            "as 0.25, or a count."
-        ) from None
+    for name, why in done.left_out.items():
+        complain(f"left out: {name}. {why}", 3)
+    if done.left_out:
+        raise typer.Exit(3)
 
 
 def bench(

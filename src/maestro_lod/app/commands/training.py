@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +17,10 @@ from maestro_lod.app.display import Display
 from maestro_lod.app.recipe import Recipe, load_recipe
 from maestro_lod.app.run import Run, Watcher
 from maestro_lod.app.settings_list import all_settings
-from maestro_lod.app.terminal import say, stoppable
+from maestro_lod.app.stopping import stoppable
+from maestro_lod.app.terminal import say
 from maestro_lod.errors import OptionError
+from maestro_lod.installing import install
 
 
 def train(
@@ -31,7 +32,7 @@ def train(
     data: options.DataFolder = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train a recipe, and write model, metrics and report to a run directory.
+    """Train a recipe, and write model, metrics and report to a directory.
 
     Stop with Ctrl-C at any time; [bold]lod resume[/bold] goes on as if nothing had happened.
 
@@ -39,13 +40,14 @@ def train(
 
       lod train digits
 
-      lod train lenet-mnist --set penalty=64e-5 --set seed=1 --out runs/a
+      lod train lenet-mnist --set budget.params=25% --set seed=1 --out runs/a
 
       lod train lenet-mnist --set method=dense
 
-      lod train my.yaml     (model: my_package.models:build, data: my_package.data:load, epochs: 5)
+      lod train my.yaml     (model: my_package.models:build, data: my_package.data:load,
+                             epochs: 20, budget: {params: 0.25})
     """
-    chosen = load_recipe(recipe, _with_data(change, data))
+    chosen = load_recipe(recipe, options.with_data(change, data))
     _train(Run.create(chosen, out or _free_directory(Path(chosen.recipe).name or "run")), quiet)
 
 
@@ -102,7 +104,7 @@ def tune(
       lod tune lenet-mnist --pareto 30
     """
     _check_goal(pareto, max_params, min_accuracy)
-    chosen = load_recipe(recipe, _with_data(change, data))
+    chosen = load_recipe(recipe, options.with_data(change, data))
     where = out or Path("runs") / f"tune-{Path(chosen.recipe).name or 'run'}"
     span = {"largest": largest, "smallest": smallest}
     with _search(chosen, where, storage, name, quiet) as search:
@@ -160,13 +162,6 @@ def _free_directory(name: str) -> Path:
         number += 1
 
 
-def _with_data(change: list[str] | None, data: Path | None) -> list[str]:
-    """Return the changes of a recipe, --data among them."""
-    if data is None:
-        return change or []
-    return [*(change or []), f"data.directory={json.dumps(str(data.absolute()))}"]  # for any name
-
-
 def _train(run: Run, quiet: bool) -> None:
     display = Display(Console(), quiet)
     again = f"lod resume {shlex.quote(str(run.directory))}"
@@ -188,9 +183,7 @@ def _extra(module: str, what: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise OptionError(
-            f"{what} needs the package: pip install 'maestro-lod[{extra}]'."
-        ) from None
+        raise OptionError(f"{what} needs more packages: {install(extra)}.") from None
 
 
 def _result_table(result: dict[str, Any]) -> str:
@@ -206,6 +199,13 @@ def _result_table(result: dict[str, Any]) -> str:
     if ranks:
         shown = "  ".join(f"{row['name']} {row['rank']}/{row['full_rank']}" for row in ranks[:12])
         lines.append(f"{'ranks':14}{shown}{'  …' if len(ranks) > 12 else ''}")
+    size = result["size"]
+    if "bits" in size and (size["bits"] != 32 * cost["fused_params"]):
+        indices = f", {size['index_bits'] // 8:,} more for indices" if "index_bits" in size else ""
+        lines.append(
+            f"{'stored':14}{size['params']:>14,}  values, {-(-size['bits'] // 8):,} bytes "
+            f"({size['relative_bits']:.2f}×){indices}"
+        )
     if result["ledger"] and result["ledger"]["relative_macs"] is not None:
         ledger = result["ledger"]
         lines.append(
