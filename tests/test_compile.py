@@ -88,6 +88,16 @@ def test_one_graph_while_ranks_are_sampled_and_one_more_per_shrink():
     assert len(drawn) >= 15
 
 
+def test_no_number_of_shrinks_exhausts_the_recompilations():
+    model, counter = decompose(nn.Linear(24, 24)), CountGraphs()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for rank in range(23, 3, -1):
+        compiled(torch.randn(2, 24))
+        zero_tail(model, "", rank)
+        assert shrink(model, threshold=1e-6) == {"": 1}
+    assert counter.count == 20  # one per shape: neither given up nor compiled more often
+
+
 def test_training_and_evaluation_take_a_graph_each():
     model, graphs = low_rank_model(), CountGraphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)

@@ -570,7 +570,7 @@ def test_a_full_pass_adds_its_loss_and_gradient_to_those_of_the_sampled_pass(dis
 
 def test_hard_labels_are_the_default():
     model = low_rank_model()
-    assert LoD(model, sgd(model), full_pass=True).distill is False
+    assert LoD(model, sgd(model), full_pass=True).passes.distill is False
 
 
 # -- the proximal mode -------------------------------------------------------------------------
@@ -785,7 +785,7 @@ def book_macs(r0: int, r3: int) -> float:
 
 def ledger_epoch(train: LoD, model: nn.Module, size: int = 1) -> None:
     x = torch.randn(size, 2, 6, 6)
-    if train.full_pass:
+    if train.passes.full_pass:
         train.backward(lambda: model(x), lambda output: output.sum())
     else:
         with train.step():

@@ -28,6 +28,7 @@ from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.methods.dense import Dense
 from maestro_lod.train.evaluate import CrossEntropy
+from maestro_lod.train.passes import Passes
 
 SMALL = ["data.limit=40", "batch=8"]
 
@@ -130,7 +131,7 @@ def test_settings_reach_the_training() -> None:
     ).method  # fmt: skip
     assert isinstance(train, lod.LoD)
     assert (train.penalty, train.threshold, train.min_rank) == (0.5, 0.25, 2)
-    assert (train.proximal, train.full_pass, train.distill) == (True, True, True)
+    assert (train.proximal, train.passes) == (True, Passes(full_pass=True, distill=True))
     assert train.sampler.strategy == "iid"
     assert train.ledger.dense_macs == 281_640
     kept = Setup.of(digits("shrink=false")).method

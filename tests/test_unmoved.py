@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from maestro_lod import Budget, LoD, decompose, ranks
 from maestro_lod.train.fit import fit
-from maestro_lod.train.shrink import shrink, unmoved_ranks
+from maestro_lod.train.shrink import shrink
+from maestro_lod.train.unmoved import unmoved_ranks
 
 
 def zeroed(layer: nn.Linear) -> nn.Linear:

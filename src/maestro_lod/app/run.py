@@ -1,26 +1,11 @@
-"""A run directory: settings, environment, metrics, checkpoint, model and result of one training.
-
-config.yaml             every setting
-environment.json        versions and machine
-metrics.jsonl           one line per finished epoch, ranks included
-checkpoint.safetensors  where to go on: weights, optimizer, sampler, random states
-model.safetensors       the trained model, every size      (once finished)
-result.json             test metrics, costs                (once finished)
-report.html             all of it as a page                (once finished)
-"""
+"""One training in a run directory: made, trained to the end, opened again."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
 import os
 import platform
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -39,12 +24,13 @@ from maestro_lod.app.binding import (
 from maestro_lod.app.data import Data
 from maestro_lod.app.recipe import Recipe, dumped, load_recipe, settings_in
 from maestro_lod.app.report import write_report
+from maestro_lod.app.run_directory import RunDirectory
 from maestro_lod.app.setup import Setup, data_of, model_of
 from maestro_lod.app.trust import remember_trust, require_trust
 from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import count_params, summary
-from maestro_lod.errors import CheckpointError, OptionError, TrainingError
-from maestro_lod.files import alone_in, remove_leftovers, replacing
+from maestro_lod.errors import CheckpointError, OptionError
+from maestro_lod.files import alone_in, remove_leftovers
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train.evaluate import evaluate, to_evaluate
@@ -67,29 +53,17 @@ class Interrupted(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(RunDirectory):
     """One run directory and its recipe."""
 
-    directory: Path
     recipe: Recipe
 
     @classmethod
     def create(cls, recipe: Recipe, directory: Path) -> Run:
         """Return a run that `train` will write to a new or empty directory; writes nothing yet."""
-        there = _existing(directory)
-        if not there.is_dir():
-            raise OptionError(f"--out {directory}: {there} is a file. Give a directory.")
-        if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
-            raise OptionError(f"--out {directory}: {there} cannot be written to. Give another.")
-        # hidden files do not count: a start that was killed at once may have left one
-        if directory.is_dir() and any(
-            not path.name.startswith(".") for path in directory.iterdir()
-        ):
-            raise OptionError(
-                f"{directory} is not empty. Give another --out, or go on with the run in it: "
-                f"lod resume {directory}"
-            )
-        return cls(directory, recipe)
+        run = cls(directory, recipe)
+        run.require_new()
+        return run
 
     @classmethod
     def open(cls, directory: Path, *, trust: bool = False) -> Run:
@@ -101,76 +75,6 @@ class Run:
         if not trust:
             require_trust(settings_in(config), config)
         return cls(directory, load_recipe(str(config)))
-
-    # -- files ---------------------------------------------------------------------------------
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.directory / "checkpoint.safetensors"
-
-    @property
-    def model_file(self) -> Path:
-        return self.directory / "model.safetensors"
-
-    @property
-    def finished(self) -> bool:
-        return (self.directory / "result.json").exists()
-
-    def result(self) -> dict[str, Any]:
-        """Return what a finished run reached."""
-        try:
-            result: dict[str, Any] = json.loads((self.directory / "result.json").read_text())
-        except FileNotFoundError:
-            raise OptionError(
-                f"the run in {self.directory} has not finished. Go on with: lod resume "
-                f"{self.directory}"
-            ) from None
-        except ValueError as error:
-            raise CheckpointError(
-                f"{self.directory / 'result.json'} is damaged ({error})."
-            ) from None
-        return result
-
-    def epochs(self) -> list[EpochRecord]:
-        """Return the records of the epochs that are finished."""
-        lines = (self.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [EpochRecord.from_dict(json.loads(line)) for line in lines]
-
-    def write_json(self, name: str, value: Any) -> None:
-        try:
-            text = json.dumps(value, indent=1, allow_nan=False)
-        except ValueError:
-            broken = ", ".join(_not_finite(value))
-            raise TrainingError(
-                f"{self.directory / name} was not written: {broken} is NaN or infinite, so the "
-                "training has diverged. Lower the learning rate or set clip_norm."
-            ) from None
-        self._write(name, text + "\n")
-
-    def _write(self, name: str, text: str) -> None:
-        with self._explained(), replacing(self.directory / name) as place:
-            place.write_text(text, encoding="utf-8")
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Say how to go on where a file of the run cannot be written."""
-        try:
-            yield
-        except CheckpointError as error:
-            if error.__cause__ is None:  # not for want of room: something that no file can hold
-                raise
-            raise CheckpointError(f"{error} {self._way_out}") from error
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write {error.filename or self.directory} ({error.strerror}). "
-                f"{self._way_out}"
-            ) from error
-
-    @property
-    def _way_out(self) -> str:
-        if not (self.directory / "config.yaml").exists():
-            return "Make room, or give another --out."
-        return f"What was saved is whole: make room, then go on with: lod resume {self.directory}"
 
     # -- training ------------------------------------------------------------------------------
 
@@ -184,7 +88,7 @@ class Run:
         """
         finished, setup = self.finished, Setup.of(self.recipe)
         if not self.checkpoint.exists():
-            self._make_directory(setup)
+            self.make(_checkpoint_bytes(self.recipe, setup.model))
         with alone_in(self.directory):
             if self.finished > finished:  # another process was faster
                 raise OptionError(f"the run in {self.directory} has finished meanwhile.")
@@ -198,7 +102,7 @@ class Run:
         progress = self._resumed(setup) if self.checkpoint.exists() else Progress()
         if not self.checkpoint.exists():
             self._begin(setup, progress)
-        self._write("metrics.jsonl", "".join(map(_line, progress.history)))
+        self.write_metrics(progress.history)
         for watcher in watchers:
             watcher.begin(self, setup, progress)
         keeper = _Keeper(self, setup, watchers, stop)
@@ -226,7 +130,7 @@ class Run:
     def _begin(self, setup: Setup, progress: Progress) -> None:
         """Write what a run starts with."""
         remember_trust(self.recipe.model_dump(mode="json"))
-        self._write("config.yaml", dumped(self.recipe))
+        self.write("config.yaml", dumped(self.recipe))
         self.write_json("environment.json", _environment(self.recipe, setup.data))
         self.save(setup, progress)
 
@@ -239,7 +143,7 @@ class Run:
             "method": setup.method.state_dict(),
             "progress": progress.state_dict(),
         }
-        with self._explained():
+        with self.explained():
             save_state(state, self.checkpoint)
 
     def _resumed(self, setup: Setup) -> Progress:
@@ -275,7 +179,7 @@ class Run:
             test = evaluate(model, data.test, to_evaluate(setup.loss))
         if data.score is not None:
             test |= data.score(model)
-        with self._explained():
+        with self.explained():
             if low_rank_layers(model):
                 save(model, self.model_file)
             else:
@@ -293,33 +197,9 @@ class Run:
             "epochs": progress.epoch,
         }
         self.write_json("result.json", result)
-        with self._explained():
+        with self.explained():
             write_report([self.directory], self.directory / "report.html")
         return result
-
-    def _make_directory(self, setup: Setup) -> None:
-        """Refuse to start where checkpoints would not fit: two at a time, with optimizer state."""
-        moments = 1 if self.recipe.optimizer.name == "sgd" else 2
-        needed = 2 * 4 * count_params(setup.model) * (1 + moments) + 2**20
-        free = shutil.disk_usage(_existing(self.directory)).free
-        if free < needed:
-            raise CheckpointError(
-                f"{self.directory} has {free / 1e6:.0f} MB free; checkpoints of this run need "
-                f"about {needed / 1e6:.0f} MB. Make room or give another --out."
-            )
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.directory):
-                pass
-        except OSError as error:
-            raise OptionError(
-                f"--out {self.directory} cannot be written to ({error.strerror}). Give another."
-            ) from None
-
-    def note(self, record: EpochRecord) -> None:
-        """Append an epoch to the metrics."""
-        with self._explained(), (self.directory / "metrics.jsonl").open("a") as file:
-            file.write(_line(record))
 
     # -- afterwards ----------------------------------------------------------------------------
 
@@ -362,7 +242,7 @@ class _Keeper:
     def epoch(self, progress: Progress) -> None:
         record = progress.history[-1]
         self._save(progress)
-        self.run.note(record)
+        self.run.append(record)
         for watcher in self.watchers:
             watcher.epoch(record)
         if self.stop() and progress.epoch < self.run.recipe.epochs:
@@ -373,25 +253,10 @@ class _Keeper:
         self._saved = time.monotonic()
 
 
-def _existing(directory: Path) -> Path:
-    """Return a directory, or the closest parent that exists."""
-    whole = directory.absolute()
-    return next(path for path in (whole, *whole.parents) if os.path.lexists(path))
-
-
-def _not_finite(value: Any, where: str = "") -> list[str]:
-    """Return where in nested data there are numbers that JSON does not have."""
-    if isinstance(value, dict):
-        parts = [_not_finite(part, f"{where}.{key}".lstrip(".")) for key, part in value.items()]
-    elif isinstance(value, list | tuple):
-        parts = [_not_finite(part, where) for part in value]
-    else:
-        return [where] if isinstance(value, float) and not math.isfinite(value) else []
-    return list(dict.fromkeys(itertools.chain.from_iterable(parts)))
-
-
-def _line(record: EpochRecord) -> str:
-    return json.dumps(record.to_dict()) + "\n"
+def _checkpoint_bytes(recipe: Recipe, model: nn.Module) -> int:
+    """Return about what checkpoints need: two at a time, with optimizer state."""
+    moments = 1 if recipe.optimizer.name == "sgd" else 2
+    return 2 * 4 * count_params(model) * (1 + moments) + 2**20
 
 
 def _environment(recipe: Recipe, data: Data) -> dict[str, Any]:

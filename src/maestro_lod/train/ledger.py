@@ -119,6 +119,11 @@ class Ledger:
         """Like `relative_macs`, for the MACs that were really executed."""
         return self._mean([epoch.executed_macs for epoch in self.epochs], self.dense_macs)
 
+    def relative(self) -> dict[str, float | None]:
+        """Return the costs so far, each relative to dense training, by name."""
+        kinds = ("relative_params", "relative_macs", "relative_executed_macs")
+        return {kind: getattr(self, kind) for kind in kinds}
+
     @staticmethod
     def _mean(costs: list[int] | list[float | None], dense: int | None) -> float | None:
         known = [cost for cost in costs if cost is not None]

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_map_only
 
 from maestro_lod.calls import Example
 from maestro_lod.errors import (
@@ -25,10 +24,10 @@ from maestro_lod.errors import (
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import require_all_active, require_low_rank, unwrapped
 from maestro_lod.train.budget import Steering
-from maestro_lod.train.distillation import require_class_scores, soft_cross_entropy
-from maestro_lod.train.finite import require_finite_loss, require_finite_parameters
+from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.method import RunPlan
+from maestro_lod.train.passes import Passes
 from maestro_lod.train.rank_penalty import RankPenalty
 from maestro_lod.train.record import MethodRecord
 from maestro_lod.train.sampling import RankSampler
@@ -38,10 +37,10 @@ from maestro_lod.train.shrink import (
     require_averaged,
     require_optimizer,
     require_unwrapped,
-    unmoved_ranks,
 )
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
+from maestro_lod.train.unmoved import Grace, at_least
 
 logger = logging.getLogger(__name__)
 
@@ -85,32 +84,26 @@ class LoD:
         example: Example | None = None,
     ) -> None:
         _require_inner_model(model)
-        for option, value in (
-            ("proximal", proximal),
-            ("full_pass", full_pass),
-            ("distill", distill),
-        ):
-            require_bool(option, value)
-        strength = require_strength(penalty)
-        budget = isinstance(strength, Budget)
-        _require_consistent(budget, threshold, full_pass, distill)
+        self.passes = Passes(full_pass, distill)
+        budget = isinstance(strength := require_strength(penalty), Budget)
+        if budget and threshold is None:
+            raise OptionError("a budget has to remove ranks: leave threshold=None out.")
         self.model, self.optimizer = unwrapped(model), optimizer
         require_all_active(self.model, "training")
         self.threshold = None if threshold is None else require_nonnegative("threshold", threshold)
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
-        self.full_pass, self.distill, self.ema = full_pass, distill, ema
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
         require_optimizer(self.model, optimizer)
-        if ema is not None:
-            require_averaged(ema)
+        self.ema = None if ema is None else require_averaged(ema)
         self.ledger = Ledger.of(self.model, example)
         self._penalty = RankPenalty(
-            strength, self.model, optimizer, self.ledger, proximal=proximal, min_rank=self.min_rank
-        )
+            strength, self.model, optimizer, self.ledger,
+            proximal=require_bool("proximal", proximal), min_rank=self.min_rank,
+        )  # fmt: skip
         self.proximal = self._penalty.proximal
         self.epoch = 0
         self._layers = _require_ranks_to_train(self.model, self.min_rank)
-        self._unmoved = unmoved_ranks(self.model)
+        self._grace = Grace(self.model)
         self._steps = SampledSteps(
             self.model, optimizer, self.sampler, note_example=example is None
         )
@@ -165,7 +158,7 @@ class LoD:
 
     def _healing(self, passes: int) -> bool:
         """Say whether the model heals, or refuse a step that cannot be done in so many passes."""
-        if self.full_pass and passes == 1:
+        if self.passes.full_pass and passes == 1:
             raise OptionError("full_pass=True needs two passes: use backward(forward, loss).")
         self._penalty.begin_step()
         return self._penalty.healing
@@ -200,24 +193,8 @@ class LoD:
         trains the sampled pass on, given the output of the full one; without it that is the
         cross-entropy of scores (N, classes, …).
         """
-        total: Tensor | float = 0.0
-        if self.full_pass:
-            output = forward()
-            if self.distill and soft_loss is None:
-                require_class_scores(output)
-            full_loss = require_finite_loss(loss(output) * weight)
-            full_loss.backward()  # type: ignore[no-untyped-call]
-            total = full_loss.detach()
-        with self._steps.one(healing=self._healing(passes=2)):
-            sampled = forward()
-            if self.distill:
-                teacher = tree_map_only(Tensor, Tensor.detach, output)
-                data_loss = (soft_loss or soft_cross_entropy)(sampled, teacher)
-            else:
-                data_loss = loss(sampled)
-            sampled_loss = require_finite_loss((data_loss + self.penalty_loss()) * weight)
-            sampled_loss.backward()  # type: ignore[no-untyped-call]
-        return sampled_loss.detach() + total
+        sampled = self._steps.one(healing=self._healing(passes=2))
+        return self.passes.backward(forward, loss, sampled, self.penalty_loss, weight, soft_loss)
 
     # -- one epoch -----------------------------------------------------------------------------
 
@@ -232,7 +209,9 @@ class LoD:
         require_optimizer(self.model, self.optimizer)
         require_finite_parameters(self.model)
         keep = self._ranks_to_keep(last)
-        cost = self.ledger.epoch_cost(self.model, self._steps.chances(), full_pass=self.full_pass)
+        cost = self.ledger.epoch_cost(
+            self.model, self._steps.chances(), full_pass=self.passes.full_pass
+        )
         lost = {} if self.threshold is None else cut(self.model, keep, self.optimizer, self.ema)
         self.ledger.epochs.append(cost)
         logger.info(
@@ -250,23 +229,11 @@ class LoD:
             require_unwrapped(self.model)
         if last and self.steering is not None:
             self.land()
-        keep = ranks_above(self.model, self.threshold or 0.0, self.min_rank)
-        unmoved = self._still_unmoved()
-        keep = {name: max(rank, unmoved.get(name, 0)) for name, rank in keep.items()}
+        spared = self._grace.end_epoch(self.epoch)
+        keep = at_least(ranks_above(self.model, self.threshold or 0.0, self.min_rank), spared)
         _require_ranks(keep, self.threshold, self.penalty)
         self._steps.measure(self.ledger)
-        return keep if self.steering is None else self.steering.end_epoch(self.model, unmoved)
-
-    def _still_unmoved(self) -> dict[str, int]:
-        """Return what no layer is cut below: its ranks that had no chance to move yet.
-
-        Those that were zero in one factor at the start have the first epoch to themselves, and more
-        for as long as they are.
-        """
-        if self._unmoved and self.epoch:
-            now = unmoved_ranks(self.model)
-            self._unmoved = {n: min(r, now[n]) for n, r in self._unmoved.items() if n in now}
-        return self._unmoved
+        return keep if self.steering is None else self.steering.end_epoch(self.model, spared)
 
     def land(self) -> None:
         """Fit the budget now, whatever the plan: ranks too many become zero until end_epoch().
@@ -292,8 +259,7 @@ class LoD:
 
     def training_cost(self) -> dict[str, float | None]:
         """Return what training has cost so far, relative to training the dense model."""
-        kinds = ("relative_params", "relative_macs", "relative_executed_macs")
-        return {kind: getattr(self.ledger, kind) for kind in kinds}
+        return self.ledger.relative()
 
     # -- resume --------------------------------------------------------------------------------
 
@@ -308,7 +274,7 @@ class LoD:
             "sampler": self.sampler.state_dict(),
             "ledger": self.ledger.state_dict(),
             "budget": None if self.steering is None else self.steering.state_dict(),
-            "unmoved": dict(self._unmoved),
+            "unmoved": dict(self._grace.ranks),
             "penalty_use": self._penalty.use,
         }
 
@@ -324,17 +290,8 @@ class LoD:
         self.epoch, self._penalty.value = int(state["epoch"]), float(state["penalty"])
         self._steps.load_counts(state)
         # which older states do not have
-        self._unmoved = dict(state.get("unmoved", {}))
+        self._grace.ranks = dict(state.get("unmoved", {}))
         self._penalty.use = state.get("penalty_use", "applied")
-
-
-def _require_consistent(
-    budget: bool, threshold: float | None, full_pass: bool, distill: bool
-) -> None:
-    if distill and not full_pass:
-        raise OptionError("distill=True needs the full pass as its teacher: full_pass=True.")
-    if budget and threshold is None:
-        raise OptionError("a budget has to remove ranks: leave threshold=None out.")
 
 
 def _require_ranks(keep: Mapping[str, int], threshold: float | None, penalty: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,21 +62,6 @@ def ranks_above(model: nn.Module, threshold: float, min_rank: int = 0) -> dict[s
     }
 
 
-def unmoved_ranks(model: nn.Module) -> dict[str, int]:
-    """Return the last rank of each layer that is zero in one factor alone, of those that have any.
-
-    That is how a rank without singular value begins. The factor that is zero gets a gradient, so
-    such a rank is not useless: nothing has moved it yet. Layers that are frozen are left out.
-    """
-    found = {}
-    for name, layer in low_rank_layers(model).items():
-        u, v = layer.u.detach().movedim(1, 0).flatten(1), layer.v.detach().flatten(1)
-        unmoved = (u != 0).any(1) ^ (v != 0).any(1)
-        if (layer.u.requires_grad or layer.v.requires_grad) and bool(unmoved.any()):
-            found[name] = int(unmoved.nonzero().max()) + 1
-    return found
-
-
 def cut(
     model: nn.Module,
     ranks: Mapping[str, int],
@@ -93,7 +79,19 @@ def cut(
         _cut_layer(layers[name], ranks[name], optimizer)
         if ema is not None:
             _cut_layer(averaged[name], ranks[name], None)
+    if lost:
+        _forget_compiled_code()
     return lost
+
+
+def _forget_compiled_code() -> None:
+    """Drop graphs of the old shapes, which would count towards the limit of recompilations.
+
+    Past it nothing is compiled any more, and fullgraph=True is an error. Whatever else was compiled
+    in this process is compiled anew too, once per shrink.
+    """
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -133,10 +131,11 @@ def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
                 value.narrow(dim, rank, layer.rank - rank).zero_()
 
 
-def require_averaged(ema: AveragedModel) -> None:
-    """Refuse what is no averaged copy of a model."""
+def require_averaged(ema: AveragedModel) -> AveragedModel:
+    """Return an averaged copy of a model, or refuse what is none."""
     if not isinstance(ema, AveragedModel):
         raise LayerError(f"ema is a {type(ema).__name__}. Give an AveragedModel(model).")
+    return ema
 
 
 def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:

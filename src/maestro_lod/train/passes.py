@@ -1,0 +1,82 @@
+"""The passes of a training step: one at the ranks drawn for it, maybe one at full rank before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+from maestro_lod.errors import OptionError, require_bool
+from maestro_lod.train.finite import require_finite_loss
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Which passes a step has, and what the sampled one learns from."""
+
+    full_pass: bool
+    distill: bool
+    """Whether the sampled pass is trained on the predictions of the full one."""
+
+    def __post_init__(self) -> None:
+        require_bool("full_pass", self.full_pass)
+        if require_bool("distill", self.distill) and not self.full_pass:
+            raise OptionError("distill=True needs the full pass as its teacher: full_pass=True.")
+
+    def backward(
+        self,
+        forward: Callable[[], Any],
+        loss: Callable[[Any], Tensor],
+        sampled: AbstractContextManager[object],
+        penalty: Callable[[], Tensor],
+        weight: float,
+        soft_loss: Callable[[Any, Any], Tensor] | None,
+    ) -> Tensor:
+        """Do each pass with its own backward, the sampled one inside `sampled`; sum the losses."""
+        total: Tensor | float = 0.0
+        if self.full_pass:
+            output = forward()
+            if self.distill and soft_loss is None:
+                require_class_scores(output)
+            full_loss = require_finite_loss(loss(output) * weight)
+            full_loss.backward()  # type: ignore[no-untyped-call]
+            total = full_loss.detach()
+        with sampled:
+            mine = forward()
+            if self.distill:
+                teacher = tree_map_only(Tensor, Tensor.detach, output)
+                data_loss = (soft_loss or soft_cross_entropy)(mine, teacher)
+            else:
+                data_loss = loss(mine)
+            sampled_loss = require_finite_loss((data_loss + penalty()) * weight)
+            sampled_loss.backward()  # type: ignore[no-untyped-call]
+        return sampled_loss.detach() + total
+
+
+def soft_cross_entropy(output: Tensor, teacher: Tensor) -> Tensor:
+    """Return the cross-entropy of scores (N, classes, …) with a teacher's as probabilities."""
+    return F.cross_entropy(output, teacher.softmax(1))
+
+
+def require_class_scores(output: Any) -> None:
+    """Refuse an output of which nobody can tell where the scores of classes are."""
+    way_out = (
+        "Say how to compare it: backward(…, soft_loss=lambda output, teacher: …), or in fit a loss "
+        "with a method soft(output, teacher, target)."
+    )
+    if not isinstance(output, Tensor) or output.ndim in (0, 1, 3):  # 3: classes second or last?
+        given = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise OptionError(
+            f"distill=True compares scores of shape (N, classes) or (N, classes, height, width); "
+            f"the output is {given}. {way_out}"
+        )
+    if output.shape[1] < 2:
+        raise OptionError(
+            "distill=True compares scores of classes, but the output has a single score, from "
+            f"which nothing would be learned. {way_out}"
+        )

@@ -1,0 +1,44 @@
+"""Ranks that begin as zero in one factor: what no shrink removes before it had a chance to move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from maestro_lod.layers.ranks import low_rank_layers
+
+
+def unmoved_ranks(model: nn.Module) -> dict[str, int]:
+    """Return the last rank of each layer that is zero in one factor alone, of those that have any.
+
+    That is how a rank without singular value begins. The factor that is zero gets a gradient, so
+    such a rank is not useless: nothing has moved it yet. Layers that are frozen are left out.
+    """
+    found = {}
+    for name, layer in low_rank_layers(model).items():
+        u, v = layer.u.detach().movedim(1, 0).flatten(1), layer.v.detach().flatten(1)
+        unmoved = (u != 0).any(1) ^ (v != 0).any(1)
+        if (layer.u.requires_grad or layer.v.requires_grad) and bool(unmoved.any()):
+            found[name] = int(unmoved.nonzero().max()) + 1
+    return found
+
+
+class Grace:
+    """Spares ranks that were zero in one factor at the start: for an epoch, and while they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.ranks = unmoved_ranks(model)
+
+    def end_epoch(self, epoch: int) -> dict[str, int]:
+        """Return what no layer is cut below at the end of this epoch, the first one being 0."""
+        if self.ranks and epoch:
+            now = unmoved_ranks(self._model)
+            self.ranks = {n: min(r, now[n]) for n, r in self.ranks.items() if n in now}
+        return self.ranks
+
+
+def at_least(ranks: Mapping[str, int], floor: Mapping[str, int]) -> dict[str, int]:
+    """Return ranks, raised to a floor where a layer has one."""
+    return {name: max(rank, floor.get(name, 0)) for name, rank in ranks.items()}
