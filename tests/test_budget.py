@@ -67,7 +67,7 @@ def test_a_run_ends_within_its_budget_and_close_to_it(
     cost, dense = getattr(summary, f"fused_{kind}"), getattr(summary, f"dense_{kind}")
     allowed = 1000 if limit is None else round(limit * dense)
     assert 0.95 * allowed <= cost <= allowed
-    assert train.steering is not None and train.steering.phase == "landed" and train.penalty == 0.0
+    assert train.landing is not None and train.landing.phase == "landed" and train.penalty == 0.0
     phases = [record.phase for record in progress.history]
     assert phases.index("landed") < len(phases) - 3  # there is time to heal
     ranks = [record.ranks for record in progress.history[phases.index("landed") :]]
@@ -80,7 +80,7 @@ def test_the_last_epoch_lands_whatever_was_planned() -> None:
     model, train, _ = trained({"params": 0.2, "steps": 10**6}, epochs=2, momentum=0.9)
     summary = lod.summary(model, torch.empty(1, 20))
     assert summary.fused_params <= round(0.2 * summary.dense_params)
-    assert train.steering is not None and train.steering.phase == "landed"
+    assert train.landing is not None and train.landing.phase == "landed"
 
 
 def test_a_loop_of_ones_own_lands_after_the_first_epoch_has_told_its_length() -> None:
@@ -95,8 +95,8 @@ def test_a_loop_of_ones_own_lands_after_the_first_epoch_has_told_its_length() ->
             optimizer.step()
             optimizer.zero_grad()
         train.end_epoch()
-    assert train.steering is not None and train.steering.phase == "landed"
-    assert lod.summary(model, torch.empty(1, 20)).fused_params <= train.steering.limit
+    assert train.landing is not None and train.landing.phase == "landed"
+    assert lod.summary(model, torch.empty(1, 20)).fused_params <= train.landing.limit
 
 
 class Stop(Exception):
@@ -294,5 +294,5 @@ def test_layers_that_are_deployed_dense_count_as_dense() -> None:
         optimizer.step()
         optimizer.zero_grad()
     train.end_epoch()
-    assert train.steering is not None
-    assert count_params(lod.extract(model)) <= train.steering.limit
+    assert train.landing is not None
+    assert count_params(lod.extract(model)) <= train.landing.limit

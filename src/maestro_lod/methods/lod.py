@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from maestro_lod.errors import OptionError
 from maestro_lod.surgery import decompose
+from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import Settings, setting
 from maestro_lod.train.pressure import require_plain_gradient
@@ -50,12 +51,13 @@ class Decomposition:
 class LoDSettings(Settings):
     """What a recipe chooses of low-rank training; the rest is as in `LoD`."""
 
-    alternatives = ("penalty", "pressure", "budget")
+    alternatives = ("penalty", "pressure", "budget", "elastic")
 
     decompose: Decomposition = Decomposition()
     penalty: float = setting(0.0, "λ of the group lasso", least=0.0)
     pressure: float = setting(0.0, "λ without units, instead of penalty", least=0.0)
     budget: Budget | None = None
+    elastic: float = setting(0.0, "the share of dense down to which every size is trained", least=0)
     threshold: float = setting(1e-7, "importance of ranks to remove", least=0.0)
     sampling: str = setting("pairs", "of the rank of a step", choices=STRATEGIES)
     proximal: bool = setting(False, "exact zeros under any optimizer")
@@ -71,6 +73,13 @@ class LoDSettings(Settings):
             raise OptionError(
                 "budget steers the penalty and shrinks: leave penalty and shrink out."
             )
+        if self.elastic and (self.budget is not None or self.penalty or self.pressure):
+            raise OptionError(
+                "elastic trains every size and presses none: leave penalty, pressure and budget "
+                "out."
+            )
+        if self.elastic:
+            Elastic(self.elastic)
         if self.pressure and (self.penalty or self.budget is not None):
             raise OptionError("pressure sets the penalty: leave penalty and budget out.")
 
@@ -93,4 +102,6 @@ class LoDSettings(Settings):
         others = {"decompose", "shrink", *self.alternatives}
         same = {key: value for key, value in vars(self).items() if key not in others}
         same["threshold"] = self.threshold if self.shrink else None
+        if self.elastic:
+            same["sampling"] = Elastic(self.elastic)
         return LoD(model, optimizer, penalty=self.strength, example=example, seed=seed, **same)
