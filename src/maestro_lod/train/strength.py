@@ -35,13 +35,13 @@ class Budget:
 
     The whole model is trained as it is for `steps` optimizer steps. Then its ranks are put into
     order, those that lose the least within the budget are chosen over all layers together, and they
-    are trained as they are: nothing is drawn and nothing penalized. Without `steps` `fit` takes a
-    fifth of its run, and a loop of your own the first epoch.
+    are trained as they are: nothing is drawn and nothing penalized. Without `steps` `fit` takes
+    three tenths of its run, and a loop of your own the first epoch.
     """
 
     params: float | None = setting(None, "share of dense, or a count above 1")
     macs: float | None = setting(None, "the same of MACs")
-    steps: int | None = setting(None, "until it is reached; a fifth of the run")
+    steps: int | None = setting(None, "until it is reached; 0.3 of the run")
 
     def __post_init__(self) -> None:
         if (self.params is None) == (self.macs is None):
