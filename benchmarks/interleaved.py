@@ -58,10 +58,16 @@ def seconds(variants: dict[str, Callable[[], object]], *, rounds: int, repeats: 
 
 def write(question: str, answer: dict[str, Any]) -> None:
     """Keep an answer as JSON, with the commit and the machine it was measured on."""
+    path = keep(question, answer)
+    print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+def keep(question: str, answer: dict[str, Any]) -> Path:
+    """Write an answer like `write`, without a word."""
     record = {
         "question": question,
         "answer": answer,
-        "commit": _commit(),
+        "commit": commit(),
         "machine": {
             "cpu": platform.processor() or platform.machine(),
             "vectors": torch.backends.cpu.get_cpu_capability(),
@@ -73,14 +79,16 @@ def write(question: str, answer: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{question}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    return path
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit, marked if any code is not as it is there; results may differ."""
 
     def git(*command: str) -> str:
-        done = subprocess.run(["git", *command], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", *command], cwd=RESULTS.parent.parent, capture_output=True, text=True, check=False
+        )
         return done.stdout.strip()
 
     changed = git("status", "--porcelain", "--", "*.py", "pyproject.toml", "constraints.txt")

@@ -1,9 +1,10 @@
 """Where does composing the factors beat applying them one by one? Fits MOVING_ONE_VALUE.
 
-    python benchmarks/switch.py [--rounds 7]
+    python benchmarks/switch.py [--rounds 7] [--groups]
 
 Times forward and backward of many layers both ways and asks, for each candidate of the constant,
-how much slower its choices are than always choosing the faster way.
+how much slower its choices are than always choosing the faster way. Convolutions with groups have a
+constant of their own, which --groups fits.
 """
 
 from __future__ import annotations
@@ -48,6 +49,21 @@ def cases() -> list[tuple[nn.Module, Tensor]]:
     ]
 
 
+def grouped_cases() -> list[tuple[nn.Module, Tensor]]:
+    """Convolutions of few and of many groups, with 8 to 64 channels in each."""
+    return [
+        (nn.Conv2d(128, 128, 3, padding=1, groups=2), torch.randn(16, 128, 16, 16)),
+        (nn.Conv2d(128, 128, 3, padding=1, groups=4), torch.randn(16, 128, 16, 16)),
+        (nn.Conv2d(128, 128, 3, padding=1, groups=8), torch.randn(16, 128, 16, 16)),
+        (nn.Conv2d(192, 192, 3, padding=1, groups=4), torch.randn(8, 192, 16, 16)),
+        (nn.Conv2d(256, 256, 3, padding=1, groups=32), torch.randn(8, 256, 14, 14)),
+        (nn.Conv2d(96, 96, 3, padding=1, groups=4), torch.randn(16, 96, 16, 16)),
+        (nn.Conv2d(128, 128, 1, groups=4), torch.randn(16, 128, 16, 16)),
+        (nn.ConvTranspose2d(128, 128, 4, 2, 1, groups=4), torch.randn(16, 128, 8, 8)),
+        (nn.ConvTranspose2d(128, 128, 4, 2, 1, groups=8), torch.randn(16, 128, 8, 8)),
+    ]
+
+
 def both_ways(layer: LowRank, x: Tensor, rounds: int) -> Times:
     def run(composed: bool) -> None:
         lowrank.composing_pays = lambda *_: composed
@@ -66,11 +82,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--groups", action="store_true", help="fit convolutions with groups")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     choose, measured = lowrank.composing_pays, []
-    for dense, x in cases():
+    for dense, x in grouped_cases() if options.groups else cases():
         x.requires_grad_()
         full = low_rank_type(type(dense)).from_dense(dense).full_rank
         for rank in sorted({max(1, round(share * full)) for share in SHARES}):
@@ -81,15 +98,18 @@ def main() -> None:
             print(f"{dense!s:75.75s} rank {rank:4d}  composed/factored {ratio:6.3f}", flush=True)
     regret = {}
     for candidate in CANDIDATES:
-        lowrank.MOVING_ONE_VALUE = candidate
         logs = []
         for layer, rank, ratio in measured:
             assert layer.positions is not None
-            pays = choose(layer.positions, *layer.matrix_shape, rank)
+            computed = layer.computed_rank(rank)
+            pays = choose(layer.positions, *layer.matrix_shape, computed, candidate)
             logs.append(math.log((ratio if pays else 1.0) / min(ratio, 1.0)))
         regret[candidate] = math.exp(sum(logs) / len(logs))
-        print(f"MOVING_ONE_VALUE = {candidate:4d}: {regret[candidate]:.4f} × the best choice")
-    write("switch", {"mean_slowdown_by_moving_one_value": regret})
+        print(f"moving one value = {candidate:4d}: {regret[candidate]:.4f} × the best choice")
+    write(
+        "switch_groups" if options.groups else "switch",
+        {"mean_slowdown_by_moving_one_value": regret},
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
+
+from tests.pair import Pair
 
 settings.register_profile(
     "repeatable",
@@ -31,6 +33,13 @@ torch.set_num_threads(1)  # tiny operations: more threads only wait for each oth
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    both = Pair(tmp_path_factory.mktemp("pair"))
+    yield both
+    both.close()
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,29 @@ def test_what_a_killed_process_leaves_can_be_removed(tmp_path: Path) -> None:
     remove_leftovers(tmp_path / "nowhere")
 
 
+def test_the_next_to_write_a_file_clears_what_a_killed_one_left(tmp_path: Path) -> None:
+    path, other = tmp_path / "file [1].txt", tmp_path / "other.txt"
+    for target in (path, other):
+        subprocess.run([sys.executable, "-c", KILLED, target], check=False)
+    assert len(names(tmp_path)) == 2
+    with replacing(path) as place:
+        place.write_text("new")
+    assert path.read_text() == "new"
+    assert [name.rpartition("-")[0] for name in names(tmp_path)] == [".writing-other.txt", ""]
+
+
+def test_what_a_living_process_writes_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    with replacing(path) as slow:
+        slow.write_text("slow")
+        remove_leftovers(tmp_path)
+        with replacing(path) as fast:
+            fast.write_text("fast")
+        assert path.read_text() == "fast"
+    assert path.read_text() == "slow"
+    assert names(tmp_path) == ["file.txt"]
+
+
 def export(path: Path) -> None:
     lod.export(nn.Linear(4, 4), path, example=torch.ones(2, 4))
 

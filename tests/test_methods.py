@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 import maestro_lod as lod
 from maestro_lod.app.recipe import checked, dumped, load_recipe
-from maestro_lod.app.run import Interrupted, Run
-from maestro_lod.app.setup import Setup
-from maestro_lod.cost import count_params
+from maestro_lod.app.run import Run
+from maestro_lod.cost import Cost, count_params
 from maestro_lod.errors import OptionError
 from maestro_lod.methods import METHODS, register
 from maestro_lod.methods.dense import Dense, DenseSettings
@@ -27,9 +26,9 @@ from maestro_lod.methods.lod import LoDSettings
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train.fit import Watch, fit
 from maestro_lod.train.method import RunPlan, Settings, setting
-from maestro_lod.train.progress import Progress
 from maestro_lod.train.record import EpochRecord, MethodRecord
 from maestro_lod.train.strength import Budget, Pressure
+from runs import assert_same_end, stopped
 
 # -- a method of one's own -----------------------------------------------------------------------
 
@@ -40,7 +39,9 @@ class PruningSettings(Settings):
 
     keep: float = setting(0.5, "share of the weights that stay", least=0.0)
 
-    def make(self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int) -> Pruning:
+    def make(
+        self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
+    ) -> Pruning:
         return Pruning(self.keep)
 
 
@@ -101,45 +102,6 @@ def pruning() -> Iterator[None]:
 
 
 SMALL = ("epochs=3", "data.limit=200", "batch=32")
-
-
-class Until:
-    """Stops a run after so many steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.done = steps, 0
-
-    def begin(self, run: Run, setup: Setup, progress: Progress) -> None: ...
-    def step(self, progress: Progress) -> None:
-        self.done = progress.step
-
-    def epoch(self, record: EpochRecord) -> None: ...
-    def end(self, result: dict[str, Any]) -> None: ...
-    def stop(self) -> bool:
-        return self.done >= self.steps
-
-
-def stopped(recipe: Any, directory: Path, steps: int) -> Run:
-    run, until = Run.create(recipe, directory), Until(steps)
-    with pytest.raises(Interrupted):
-        run.train([until], until.stop)
-    return run
-
-
-def assert_same_end(whole: Path, resumed: Path) -> None:
-    """The same weights and records, seconds aside."""
-    ours, theirs = (load_state(path / "checkpoint.safetensors") for path in (whole, resumed))
-    assert ours["model"].keys() == theirs["model"].keys()
-    for name, tensor in ours["model"].items():
-        assert torch.equal(tensor, theirs["model"][name]), name
-    one, other = (
-        [
-            {**json.loads(line), "seconds": 0}
-            for line in (path / "metrics.jsonl").read_text().splitlines()
-        ]
-        for path in (whole, resumed)
-    )
-    assert one == other
 
 
 @pytest.mark.parametrize("named", ["pruning", "test_methods:PruningSettings"])
@@ -342,6 +304,7 @@ def test_what_is_no_number_in_a_file_is_left_out() -> None:
 
 
 def test_dense_is_a_method_without_settings_or_state() -> None:
-    method = DenseSettings().make(nn.Linear(2, 2), None, example=None, seed=0)  # type: ignore[arg-type]
+    cost = Cost(6, 4, 24)
+    method = DenseSettings().make(nn.Linear(2, 2), None, example=None, seed=0, dense=cost)  # type: ignore[arg-type]
     assert isinstance(method, Dense) and method.state_dict() == {}
-    assert method.training_cost() is None
+    assert set(method.training_cost().values()) == {1.0}

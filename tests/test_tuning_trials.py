@@ -25,6 +25,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from maestro_lod import files
 from maestro_lod.app.tuning import storage as storage_module
 from maestro_lod.app.tuning import trials as trials_module
 from maestro_lod.app.tuning.search import Front, Tuned, _Halving, _Tradeoffs, explore, tune
@@ -637,14 +638,36 @@ def test_half_a_line_at_the_end_of_a_journal_is_cut_off(tmp_path: Path):
 def test_a_lock_that_a_killed_process_left_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Where the system has no locks, a file says so."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(storage_module, "_STUCK", 3)
+    monkeypatch.setattr(files, "fcntl", None)
     killed = storage_module._opened("deep/search.journal")
     assert isinstance(killed, optuna.storages.JournalStorage)
     killed._backend._lock.acquire()
     found = tune(within, **LIMITS, storage="deep/search.journal")
     assert [t.penalty for t in found.trials] == ALL
     assert [path.name for path in Path("deep").iterdir()] == ["search.journal"]
+
+
+HOLDING = """
+import os, signal, sys
+from maestro_lod.app.tuning.storage import _opened
+_opened(sys.argv[1])._backend._lock.acquire()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_killed_while_it_writes_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(storage_module, "_STUCK", 10**6)  # nothing is broken by waiting
+    path = tmp_path / "search.journal"
+    done = subprocess.run([sys.executable, "-c", HOLDING, path], check=False)
+    assert done.returncode == -signal.SIGKILL
+    found = tune(within, **LIMITS, storage=path)
+    assert [t.penalty for t in found.trials] == ALL
+    assert [path.name for path in tmp_path.iterdir()] == ["search.journal"]
 
 
 def test_a_storage_that_is_lost_on_the_way_is_one_line(tmp_path: Path):

@@ -147,6 +147,11 @@ def count_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def count_bits(model: nn.Module) -> int:
+    """Count the bits of all parameters; shared ones once."""
+    return sum(8 * p.nbytes for p in model.parameters())
+
+
 @dataclass(frozen=True)
 class LayerCost:
     """One layer with a weight matrix, or everything else (kind "other")."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 import socket
@@ -30,24 +31,70 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Readers see the old file or the new one, never half. The place is a directory of its own beside
     the target, since libraries that write may make temporary files themselves: all of them go away
-    with it, and a process that is killed leaves nothing but that directory.
+    with it, and a process that is killed leaves nothing but that directory, which the next one to
+    write the file removes.
     """
     target = Path(os.path.realpath(path))  # a link stays one
     with writing(path):
-        place = tempfile.TemporaryDirectory(
-            dir=target.parent,
-            prefix=f"{_PREFIX}{target.name}-",
-            ignore_cleanup_errors=True,  # the next start clears what stays
-        )
-    with place as directory:
-        written = Path(directory) / target.name
+        for left in target.parent.glob(f"{_PREFIX}{glob.escape(target.name)}-*"):
+            if _deserted(left):
+                shutil.rmtree(left, ignore_errors=True)
+        place, handle = _own_place(target)
+    try:
+        written = place / target.name
         yield written
         with writing(path):
-            written.chmod(_mode(target, Path(directory)))  # safetensors lets only the owner read
+            written.chmod(_mode(target, place))  # safetensors lets only the owner read
             with written.open("r+b") as file:
                 os.fsync(file.fileno())
             os.replace(written, target)  # noqa: PTH105
             _sync_directory(target.parent)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)  # the next one to write clears what stays
+        if handle in _held:  # not in a forked child
+            _close(handle)
+
+
+def _own_place(target: Path) -> tuple[Path, int | None]:
+    """Make a directory beside a file, locked while we live, where there are locks."""
+    while True:
+        place = Path(tempfile.mkdtemp(dir=target.parent, prefix=f"{_PREFIX}{target.name}-"))
+        try:
+            handle = _held_place(place)
+        except (BlockingIOError, FileNotFoundError):  # taken for a deserted one at that moment
+            continue
+        except OSError:
+            return place, None
+        return place, handle
+
+
+def _held_place(place: Path) -> int | None:
+    """Lock a directory without waiting and return the handle; None on systems without locks."""
+    if fcntl is None:
+        return None
+    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    _held.add(handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        place.stat()  # it may have been removed meanwhile
+    except OSError:
+        _close(handle)
+        raise
+    return handle
+
+
+def _deserted(place: Path) -> bool | None:
+    """Say whether the process that wrote there has ended; None where nobody can tell."""
+    try:
+        handle = _held_place(place)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    if handle is None:
+        return None
+    _close(handle)
+    return True
 
 
 @contextmanager
@@ -98,8 +145,9 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 def remove_leftovers(directory: Path) -> None:
     """Remove what processes killed while they wrote there have left; be `alone_in` it."""
     for place in directory.glob(f"{_PREFIX}*"):
-        with writing(place):
-            _remove(place)
+        if _deserted(place) is not False:
+            with writing(place):
+                _remove(place)
 
 
 def _remove(place: Path) -> None:
@@ -148,6 +196,21 @@ def alone_in(directory: Path, *, lock: Path | None = None) -> Iterator[None]:
         if handle is not None and handle in _held:  # not in a forked child
             with suppress(OSError):  # then it stays, which keeps nobody out
                 lock.unlink(missing_ok=True)
+            _close(handle)
+
+
+@contextmanager
+def waited_for(path: Path) -> Iterator[None]:
+    """Wait until no other process is in a block for that file; an OSError where nobody can tell."""
+    if fcntl is None:
+        raise OSError(errno.ENOSYS, "this system has no locks")
+    handle = os.open(path, os.O_RDWR)
+    _held.add(handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        if handle in _held:  # not in a forked child
             _close(handle)
 
 

@@ -35,6 +35,7 @@ from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train.evaluate import evaluate, to_evaluate
 from maestro_lod.train.fit import FitOptions, Watch, fit
+from maestro_lod.train.method import Reshaping
 from maestro_lod.train.progress import Progress
 from maestro_lod.train.record import EpochRecord
 
@@ -151,12 +152,14 @@ class Run(RunDirectory):
         state = load_state(self.checkpoint)
         require_same_settings(state.get("settings"), self.recipe, self.checkpoint)
         try:
+            # called "lod", and None for dense training, in checkpoints of the first version
+            method = state["method"] if "method" in state else state["lod"] or {}
+            if isinstance(setup.method, Reshaping):
+                setup.method.reshape(method)
             setup.model.load_state_dict(state["model"])
             if self.recipe.channels_last:
                 setup.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             setup.optimizer.load_state_dict(state["optimizer"])
-            # called "lod", and None for dense training, in checkpoints of the first version
-            method = state["method"] if "method" in state else state["lod"] or {}
             setup.method.load_state_dict(method)
             progress = Progress.from_state(state["progress"])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
@@ -184,13 +187,16 @@ class Run(RunDirectory):
                 save(model, self.model_file)
             else:
                 save_state(model.state_dict(), self.model_file)
+        counted = summary(model, data.example)
+        dense = {"dense_params": setup.dense.params, "dense_macs": setup.dense.macs}
         result = {
             "status": "finished",
             "settings": fixed_settings(self.recipe),
             "weights": weights_digest(model),
             "test": test,
             "validation": dict(progress.history[-1].validation),
-            "summary": summary(model, data.example).to_dict(),
+            "size": progress.history[-1].size(),
+            "summary": counted.to_dict() | dense,
             "ledger": setup.method.training_cost(),
             "full_ranks": {name: m.full_rank for name, m in low_rank_layers(model).items()},
             "seconds": sum(record.seconds or 0.0 for record in progress.history),
@@ -209,7 +215,7 @@ class Run(RunDirectory):
         require_same_settings(result.get("settings"), self.recipe, self.directory / "result.json")
         data = data or data_of(self.recipe)
         model = model_of(self.recipe, data)
-        if low_rank_layers(model):
+        if low_rank_layers(model) or result.get("full_ranks"):
             model = load(self.model_file, into=model)
         else:
             state = load_state(self.model_file)

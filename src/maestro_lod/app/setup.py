@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from maestro_lod.app.own import (
     with_article,
 )
 from maestro_lod.app.recipe import Recipe
+from maestro_lod.cost import Cost
+from maestro_lod.deploy.choice import cost_of
 from maestro_lod.errors import OptionError, listed
 from maestro_lod.train.evaluate import (
     CrossEntropy,
@@ -45,6 +47,8 @@ class Setup:
     method: Method
     loss: Loss
     schedule: Schedule | None
+    dense: Cost
+    """What the dense model costs, whatever the method makes of it."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Setup:
@@ -56,8 +60,11 @@ class Setup:
         model = model_of(recipe, data)
         _rehearse(recipe, model, data)
         optimizer = _optimizer(recipe, model)
-        method = recipe.settings.make(model, optimizer, example=data.example, seed=recipe.seed)
-        return cls(data, model, optimizer, method, loss, _schedule(recipe, data))
+        dense = cost_of(dense_model_of(recipe, data), data.example)
+        method = recipe.settings.make(
+            model, optimizer, example=data.example, seed=recipe.seed, dense=dense
+        )
+        return cls(data, model, optimizer, method, loss, _schedule(recipe, data), dense)
 
 
 def own_names(recipe: Recipe) -> list[str]:
@@ -87,8 +94,7 @@ def data_of(recipe: Recipe) -> Data:
 def model_of(recipe: Recipe, data: Data) -> nn.Module:
     """Build the model of a recipe as its method prepares it, with initial weights."""
     device = _device(recipe.device)
-    torch.manual_seed(recipe.seed)
-    model = recipe.settings.prepare(dense_model_of(recipe, data)).to(device)
+    model = recipe.settings.build(Builds(recipe, data), data.example).to(device)
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
@@ -96,21 +102,46 @@ def model_of(recipe: Recipe, data: Data) -> nn.Module:
 
 def dense_model_of(recipe: Recipe, data: Data) -> nn.Module:
     """Build the model of a recipe as it is before any method prepares it."""
-    chosen, what = recipe.model, f"model {recipe.model.name!r}"
-    if ":" in chosen.name:
-        build = own_function(chosen.name, "model")
-    elif chosen.name in MODELS:
-        build = MODELS[chosen.name]
-    else:
-        raise OptionError(unknown_name("model", chosen.name, MODELS))
-    options = dict(chosen.options)
-    for size in ("classes", "vocabulary"):  # what the data asks for, unless the recipe says it
-        if data.classes and size in parameters_of(build, what):
-            options.setdefault(size, data.classes)
-    model = called(build, options, what)
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"{what} returned {with_article(model)}, no torch.nn.Module.")
-    return model
+    return Builds(recipe, data)()
+
+
+@dataclass(frozen=True)
+class Builds:
+    """Builds the dense model of a recipe, of its width or another."""
+
+    recipe: Recipe
+    data: Data
+
+    @property
+    def width(self) -> int | None:
+        """The width that the recipe asks for, or else the usual one of the model's function."""
+        given = parameters_of(*self._function()).get("width")
+        width = self.recipe.model.options.get("width", given.default if given else None)
+        whole = isinstance(width, int) and not isinstance(width, bool)
+        return width if given is not None and whole else None
+
+    def __call__(self, width: int | None = None) -> nn.Module:
+        build, what = self._function()
+        options = dict(self.recipe.model.options)
+        for size in ("classes", "vocabulary"):  # what the data asks for, unless the recipe says it
+            if self.data.classes and size in parameters_of(build, what):
+                options.setdefault(size, self.data.classes)
+        if width is not None:
+            options["width"] = width
+        torch.manual_seed(self.recipe.seed)
+        model = called(build, options, what)
+        if not isinstance(model, nn.Module):
+            raise OptionError(f"{what} returned {with_article(model)}, no torch.nn.Module.")
+        return model
+
+    def _function(self) -> tuple[Callable[..., Any], str]:
+        name = self.recipe.model.name
+        what = f"model {name!r}"
+        if ":" in name:
+            return own_function(name, "model"), what
+        if name not in MODELS:
+            raise OptionError(unknown_name("model", name, MODELS))
+        return MODELS[name], what
 
 
 def _rehearse(recipe: Recipe, model: nn.Module, data: Data) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from maestro_lod.app.binding import require_same_weights, weights_digest
 from maestro_lod.app.data import Data
@@ -35,7 +34,6 @@ from maestro_lod.surgery import decompose, extract
 from maestro_lod.table import table
 from maestro_lod.train.evaluate import (
     Loss,
-    Score,
     call,
     device_of,
     evaluate,
@@ -43,12 +41,10 @@ from maestro_lod.train.evaluate import (
     in_mode,
     on_device,
     recalibrate,
-    samples_in,
-    sums,
     to_evaluate,
 )
+from maestro_lod.train.sample import SAMPLES, first_samples, mean_loss
 
-SAMPLES = 2048  # of the training set, in the one batch that the search looks at; as in the paper
 SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "safetensors": ".safetensors"}
 
 Progress = Callable[[int, float], None]
@@ -106,12 +102,12 @@ def search(trained: Trained, **options: Any) -> Frontier:
 
     Accuracies are those of the validation data, if there are any: the test set stays out.
     """
-    batches, loss = _search_batches(trained.data), trained.loss
+    batches, loss = first_samples(trained.data.train), trained.loss
     held_out = trained.data.validation or batches
     has_classes = _has_classes(trained.model, batches)
     return frontier(
         trained.model,
-        lambda model: _mean_loss(model, batches, loss),
+        lambda model: mean_loss(model, batches, loss),
         example=trained.data.example,
         accuracy=(lambda model: _accuracy(model, held_out)) if has_classes else None,
         **options,
@@ -148,33 +144,6 @@ def frontier_of(trained: Trained, progress: Progress | None = None) -> Frontier:
     found = Frontier.load(path)
     require_same_weights(json.loads(path.read_text(encoding="utf-8")), trained.model, path)
     return found
-
-
-def _search_batches(data: Data) -> list[tuple[Any, Any]]:
-    """Return the same training samples each time, as one batch where they can be put together."""
-    torch.manual_seed(0)
-    batches, count = [], 0
-    for inputs, target in data.train:
-        batches.append((inputs, target))
-        count += samples_in(target)
-        if count >= SAMPLES:
-            break
-    if not batches:
-        raise OptionError("the training data is empty: there is nothing to search on.")
-    if all(isinstance(part, Tensor) for batch in batches for part in batch):
-        inputs = torch.cat([inputs for inputs, _ in batches])[:SAMPLES]
-        return [(inputs, torch.cat([target for _, target in batches])[:SAMPLES])]
-    return batches
-
-
-def _mean_loss(model: nn.Module, batches: Sequence[tuple[Any, Any]], loss: Loss) -> float:
-    """Return the mean loss over all targets of some batches; NaN if none of them counts."""
-    device, score = device_of(model), Score()
-    for inputs, target in batches:
-        target = on_device(target, device)
-        output = call(model, on_device(inputs, device))
-        score.add(loss(output, target), output, target, summed=sums(loss))
-    return score.means().get("loss", math.nan)
 
 
 def _accuracy(model: nn.Module, batches: Any) -> float:

@@ -11,12 +11,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from maestro_lod.layers import few_channels
-from maestro_lod.layers.lowrank import LowRank, empty_like_weight, with_parameters
+from maestro_lod.layers.lowrank import (
+    MOVING_ONE_VALUE,
+    LowRank,
+    empty_like_weight,
+    with_parameters,
+)
 from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
@@ -30,6 +36,12 @@ _CONV_TRANSPOSE_TYPE: dict[int, type[_ConvTransposeNd]] = {
     2: nn.ConvTranspose2d,
     3: nn.ConvTranspose3d,
 }
+
+
+# Torch's kernels for groups on a CPU want 8, or a multiple of 16, channels in each. For any other
+# number they are up to three times slower, so that ranks of zeros pay; and moving a value costs
+# more. Fitted by `benchmarks/switch.py --groups`.
+_MOVING_ONE_VALUE_OF_A_GROUP = 192
 
 
 class _AnyConv(LowRank):
@@ -70,6 +82,23 @@ class _AnyConv(LowRank):
     def _pointwise(self, weight: Tensor) -> Tensor:
         """Give (out, in) the layout of a 1×1 convolution's weight."""
         return weight.view(*weight.shape, *[1] * self.dimensions)
+
+    def computed_rank(self, rank: int) -> int:
+        if self.groups == 1 or self.u.device.type != "cpu" or torch.compiler.is_compiling():
+            return rank
+        return 8 if rank <= 8 else -(-rank // 16) * 16
+
+    @property
+    def moving_one_value(self) -> int:
+        return MOVING_ONE_VALUE if self.groups == 1 else _MOVING_ONE_VALUE_OF_A_GROUP
+
+    def _padded(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill factors up with ranks of zeros to the number that is computed."""
+        missing = self.computed_rank(v.shape[0]) - v.shape[0]
+        if missing == 0:
+            return u, v
+        behind_u, behind_v = [0, 0] * (u.ndim - 2), [0, 0] * (v.ndim - 1)
+        return F.pad(u, [*behind_u, 0, missing]), F.pad(v, [*behind_v, 0, missing])
 
     def _first(self, v: Tensor) -> Tensor:
         """Give (r, in, *k) the layout of a convolution's weight: (groups · r, in/groups, *k)."""
@@ -153,6 +182,7 @@ class LowRankConv(_AnyConv):
         return self._convolve(inputs[0], weight, self.bias)
 
     def apply_factors(self, u: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
+        u, v = self._padded(u, v)
         z = self._convolve(inputs[0], self._first(v), None)  # (N, groups · rank, *positions)
         return _CONV[self.dimensions](z, self._pointwise(u), self.bias, groups=self.groups)
 
@@ -244,6 +274,7 @@ class LowRankConvTranspose(_AnyConv):
         return self._convolve(inputs[0], weight)
 
     def apply_factors(self, u: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
+        u, v = self._padded(u, v)
         z = _CONV[self.dimensions](inputs[0], self._pointwise(self._first(v)), groups=self.groups)
         return self._convolve(z, self._second(u))  # z is (N, groups · rank, *positions)
 

@@ -34,9 +34,11 @@ PlainForm: TypeAlias = Literal["dense", "factored"]
 MOVING_ONE_VALUE = 64
 
 
-def composing_pays(positions: int, m: int, n: int, rank: int) -> bool:
-    """Say whether multiplying the factors out first is the faster way to apply them."""
-    factored = positions * rank * (m + n + MOVING_ONE_VALUE)
+def composing_pays(
+    positions: int, m: int, n: int, rank: int, moving: int = MOVING_ONE_VALUE
+) -> bool:
+    """Say whether multiplying factors out first is faster than applying them one by one."""
+    factored = positions * rank * (m + n + moving)
     composed = (positions + rank) * m * n
     return composed < factored
 
@@ -75,6 +77,15 @@ class LowRank(Factors):
     def apply_factors(self, u: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
         """Compute the layer with one factor after the other."""
         raise NotImplementedError
+
+    @property
+    def moving_one_value(self) -> int:
+        """What a value per rank and position costs, in multiplications."""
+        return MOVING_ONE_VALUE
+
+    def computed_rank(self, rank: int) -> int:
+        """Return with how many ranks `apply_factors` computes this many: as many."""
+        return rank
 
     def to_weight(self, matrices: Tensor) -> Tensor:
         """Give (groups, m, n) matrices the dense layer's layout; here that of one matrix."""
@@ -149,9 +160,9 @@ class LowRank(Factors):
         """Count the MACs that this layer really does, by whichever way it chooses."""
         m, n = self.matrix_shape
         rank = max(rank, 1)  # one rank of zeros stands in for none
-        if composing_pays(positions, m, n, rank):
+        if self._composing_pays(positions, rank):
             return self.groups * (positions + rank) * m * n
-        return self.macs(positions, rank)
+        return self.macs(positions, self.computed_rank(rank))
 
     # -- the factors ---------------------------------------------------------------------------
 
@@ -205,9 +216,13 @@ class LowRank(Factors):
         positions = self.positions_of(*inputs)
         self.note_positions(positions)
         u, v = self._active_factors()
-        if composing_pays(positions, *self.matrix_shape, v.shape[0]):
+        if self._composing_pays(positions, v.shape[0]):
             return self.apply_weight(self._compose(u, v), *inputs)
         return self.apply_factors(u, v, *inputs)
+
+    def _composing_pays(self, positions: int, rank: int) -> bool:
+        m, n = self.matrix_shape
+        return composing_pays(positions, m, n, self.computed_rank(rank), self.moving_one_value)
 
     def _repr_rank(self) -> str:
         return f"rank={self.rank}/{self.full_rank}, bias={self.bias is not None}"

@@ -20,13 +20,19 @@ An int is a rank, a float in (0, 1) a share of the full rank.
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile's wrapper, which would change all names."""
+    """Return the model inside wrappers of torch.compile and DDP, which would change all names."""
     if not isinstance(model, nn.Module):
         raise LayerError(f"a model is an nn.Module, not a {type(model).__name__}.")
-    # in the dict of its children, past a __getattr__ of the model that asks what it wraps
-    children = model._modules  # of a scripted model it is no dict, and has no get()
-    inner = children["_orig_mod"] if "_orig_mod" in children else None  # noqa: SIM401
-    return model if inner is None else inner
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+            continue
+        # in the dict of its children, past a __getattr__ of the model that asks what it wraps
+        children = model._modules  # of a scripted model it is no dict, and has no get()
+        inner = children["_orig_mod"] if "_orig_mod" in children else None  # noqa: SIM401
+        if inner is None:
+            return model
+        model = inner
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, LowRank]:

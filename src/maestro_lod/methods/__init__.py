@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from maestro_lod.errors import OptionError, listed, nearest
+from maestro_lod.methods.cuttlefish import CuttlefishSettings
 from maestro_lod.methods.dense import DenseSettings
 from maestro_lod.methods.lod import LoDSettings
+from maestro_lod.methods.narrow import NarrowSettings
+from maestro_lod.methods.pufferfish import PufferfishSettings
+from maestro_lod.methods.spectral import SpectralSettings
+from maestro_lod.methods.svd import SVDSettings
 from maestro_lod.train.method import Settings
 
-METHODS: dict[str, type[Settings]] = {"lod": LoDSettings, "dense": DenseSettings}
+METHODS: dict[str, type[Settings]] = {
+    "lod": LoDSettings,
+    "dense": DenseSettings,
+    "narrow": NarrowSettings,
+    "svd": SVDSettings,
+    "pufferfish": PufferfishSettings,
+    "cuttlefish": CuttlefishSettings,
+    "spectral": SpectralSettings,
+}
 
 
 def register(name: str, settings: type[Settings]) -> None:

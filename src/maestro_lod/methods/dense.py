@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from maestro_lod.cost import count_params
+from maestro_lod.cost import Cost, count_bits, count_params
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
 from maestro_lod.train.method import RunPlan, Settings
@@ -20,12 +20,17 @@ from maestro_lod.train.record import MethodRecord
 class DenseSettings(Settings):
     """There is nothing to choose."""
 
-    def make(self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int) -> Dense:
-        return Dense()
+    def make(
+        self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
+    ) -> Dense:
+        return Dense(dense)
 
 
 class Dense:
     """Trains a model as it is."""
+
+    def __init__(self, dense: Cost | None = None) -> None:
+        self._cost = dense
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         if low_rank_layers(model):
@@ -55,10 +60,18 @@ class Dense:
         pass
 
     def record(self) -> MethodRecord:
-        return MethodRecord(params=count_params(self._model), relative_params=1.0)
+        macs = None if self._cost is None else self._cost.macs
+        return MethodRecord(
+            params=count_params(self._model),
+            macs=macs,
+            relative_params=1.0,
+            relative_macs=None if macs is None else 1.0,
+            bits=count_bits(self._model),
+            relative_bits=1.0,
+        )
 
-    def training_cost(self) -> None:
-        return None
+    def training_cost(self) -> dict[str, float | None] | None:
+        return {"relative_params": 1.0, "relative_macs": 1.0, "relative_executed_macs": 1.0}
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from maestro_lod.cost import Cost
 from maestro_lod.errors import OptionError
 from maestro_lod.surgery import decompose
 from maestro_lod.train.elastic import Elastic
@@ -98,7 +99,13 @@ class LoDSettings(Settings):
         if self.pressure:
             require_plain_gradient(self.pressure, kind, proximal=self.proximal)
 
-    def make(self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int) -> LoD:
+    @classmethod
+    def at_size(cls, size: float) -> dict[str, Any]:
+        return {"budget": {"params": size}}
+
+    def make(
+        self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
+    ) -> LoD:
         others = {"decompose", "shrink", *self.alternatives}
         same = {key: value for key, value in vars(self).items() if key not in others}
         same["threshold"] = self.threshold if self.shrink else None

@@ -39,6 +39,7 @@ from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.method import Method, RunPlan, Schedule
 from maestro_lod.train.progress import Progress, random_states, set_random_states
 from maestro_lod.train.record import EpochRecord, MethodRecord
+from maestro_lod.train.sample import judge
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def fit(
     require_whole("epochs", epochs)
     method, options, watch = method or Dense(), options or FitOptions(), watch or Watch()
     progress, loss = progress or Progress(), loss or CrossEntropy()
-    plan = RunPlan(epochs, _steps_per_epoch(train_data, options.accumulate), schedule)
+    steps_per_epoch = _steps_per_epoch(train_data, options.accumulate)
+    plan = RunPlan(epochs, steps_per_epoch, schedule, judge(train_data, to_evaluate(loss)))
     method.start(model, optimizer, plan)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])

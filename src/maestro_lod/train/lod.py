@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.calls import Example
+from maestro_lod.distributed.agreement import Agreement
+from maestro_lod.distributed.ddp import renew, wrappers_of
+from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
-    LayerError,
     OptionError,
     TrainingError,
     listed,
@@ -37,7 +39,7 @@ from maestro_lod.train.shrink import (
     ranks_above,
     require_averaged,
     require_optimizer,
-    require_unwrapped,
+    require_unsharded,
 )
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
@@ -85,13 +87,13 @@ class LoD:
         ema: AveragedModel | None = None,
         example: Example | None = None,
     ) -> None:
-        _require_inner_model(model)
         self.passes = Passes.of(sampling, full_pass, distill)
         budget = isinstance(strength := require_strength(penalty), Budget)
         if budget and threshold is None:
             raise OptionError("a budget has to remove ranks: leave threshold=None out.")
         self.model, self.optimizer = unwrapped(model), optimizer
         require_all_active(self.model, "training")
+        require_unsharded(self.model)
         self.threshold = None if threshold is None else require_nonnegative("threshold", threshold)
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
         self.sampler = sampler_for(self.model, sampling, seed)
@@ -106,6 +108,7 @@ class LoD:
         self.epoch = 0
         self._layers = _require_ranks_to_train(self.model, self.min_rank)
         self._grace = Grace(self.model)
+        self._agreement = Agreement(self.model)
         self._steps = SampledSteps(
             self.model, optimizer, self.sampler, note_example=example is None
         )
@@ -146,7 +149,10 @@ class LoD:
         The block must cover forward and backward: activation checkpointing runs the forward again.
         Yields what was drawn.
         """
-        with self._steps.one(whole=self._whole(passes=1)) as drawn:
+        with (
+            explaining_loss_of_others(),
+            self._steps.one(whole=self._whole(passes=1)) as drawn,
+        ):
             yield drawn
 
     def begin_step(self) -> dict[str, int]:
@@ -166,6 +172,7 @@ class LoD:
             what = "sampling=Elastic(…)" if self.passes.elastic else "full_pass=True"
             raise OptionError(f"{what} needs two passes: use backward(forward, loss).")
         self._penalty.begin_step()
+        self._agreement.before_step(self.facts)
         if isinstance(self.sampler, ElasticSampler):
             return self.sampler.waits(self.epoch, self.ledger)
         return self._penalty.whole_steps
@@ -195,16 +202,17 @@ class LoD:
         >>> train.backward(lambda: model(x), lambda output: F.cross_entropy(output, y))
 
         With `full_pass` that is a pass at full rank and a sampled one, each with its own backward,
-        unless all ranks are trained anyway; otherwise the sampled one. The penalty is included. `weight` scales all of it: 1/k where
-        the gradients of k batches are accumulated. `soft_loss(output, teacher)` is what `distill`
-        trains the sampled pass on, given the output of the full one; without it that is the
-        cross-entropy of scores (N, classes, …).
+        unless all ranks are trained anyway; otherwise the sampled one. The penalty is included.
+        `weight` scales all of it: 1/k where the gradients of k batches are accumulated.
+        `soft_loss(output, teacher)` is what `distill` trains the sampled pass on, given the output
+        of the full one; without it that is the cross-entropy of scores (N, classes, …).
         """
-        whole = self._whole(passes=2)
-        return self.passes.backward(
-            forward, loss, self._steps.one(whole=whole), self.penalty_loss, weight, soft_loss,
-            whole=whole,
-        )  # fmt: skip
+        with explaining_loss_of_others():
+            whole = self._whole(passes=2)
+            return self.passes.backward(
+                forward, loss, self._steps.one(whole=whole), self.penalty_loss, weight, soft_loss,
+                whole=whole,
+            )  # fmt: skip
 
     # -- one epoch -----------------------------------------------------------------------------
 
@@ -214,6 +222,7 @@ class LoD:
         If it is the last one, the model fits its budget afterwards, whatever was planned.
         """
         require_bool("last", last)
+        self._agreement.end_epoch(self)
         self._steps.require_some(self.epoch)
         self._penalty.require_applied(self.epoch)
         require_optimizer(self.model, self.optimizer)
@@ -224,7 +233,7 @@ class LoD:
             self._steps.chances(),
             full_pass=self._steps.sampled * self.passes.full_pass,
         )
-        lost = {} if self.threshold is None else cut(self.model, keep, self.optimizer, self.ema)
+        lost = {} if self.threshold is None else self._cut(keep)
         self.ledger.epochs.append(cost)
         logger.info(
             "epoch %d: total rank %d, %d parameters; ranks removed: %s",
@@ -235,12 +244,11 @@ class LoD:
         self._steps.new_epoch()
         if isinstance(self.sampler, ElasticSampler):
             self._prepare_sizes(self.sampler)
+        self._agreement.new_epoch()
         self._penalty.warn_of_floor(self.threshold, lost)
         return lost
 
     def _ranks_to_keep(self, last: bool) -> dict[str, int]:
-        if self.threshold is not None:
-            require_unwrapped(self.model)
         if self.landing is not None and (last or self.landing.due(self.epoch + 1)):
             self.land()
         spared = self._grace.end_epoch(self.epoch)
@@ -255,6 +263,9 @@ class LoD:
             order_ranks(self.model, self.optimizer, self.ema)
         if self.epoch >= sampler.alone:
             sampler.build(self.ledger.costs(self.model))
+
+    def _cut(self, keep: Mapping[str, int]) -> dict[str, int]:
+        return cut(self.model, keep, self.optimizer, self.ema, self._agreement.wrappers)
 
     def land(self) -> None:
         """Fit the budget now, whatever the plan: ranks too many become zero until end_epoch().
@@ -281,6 +292,15 @@ class LoD:
     def training_cost(self) -> dict[str, float | None]:
         """Return what training has cost so far, relative to training the dense model."""
         return self.ledger.relative()
+
+    def facts(self) -> dict[str, object]:
+        """Say what must be the same in all processes that train this model."""
+        return {
+            "the ranks of the model": {name: layer.rank for name, layer in self._layers.items()},
+            "the options of LoD": f"penalty={self.penalty!r} threshold={self.threshold!r} "
+            f"min_rank={self.min_rank} proximal={self.proximal} {self.passes}",
+            "the ranks to draw (seed and steps so far)": self.sampler.fingerprint(),
+        }
 
     # -- resume --------------------------------------------------------------------------------
 
@@ -313,6 +333,8 @@ class LoD:
         # which older states do not have
         self._grace.ranks = dict(state.get("unmoved", {}))
         self._penalty.use = state.get("penalty_use", "applied")
+        for wrapper in wrappers_of(self.model):
+            renew(wrapper)  # whose buckets are of other ranks if the model's state was
 
 
 def _require_ranks(keep: Mapping[str, int], threshold: float | None, penalty: float) -> None:
@@ -337,14 +359,6 @@ def _require_ranks_to_train(model: nn.Module, min_rank: int) -> dict[str, LowRan
             f"largest has {most}; give less, or threshold=None not to shrink."
         )
     return layers
-
-
-def _require_inner_model(model: nn.Module) -> None:
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise LayerError(
-            "LoD was given a DistributedDataParallel wrapper. Give it the inner model, "
-            "LoD(ddp.module, …), and wrap anew after each end_epoch()."
-        )
 
 
 _STATE = (

@@ -11,11 +11,14 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from maestro_lod.calls import Example
+from maestro_lod.cost import Cost
+from maestro_lod.errors import OptionError
 from maestro_lod.train.record import MethodRecord
 
 Schedule = Callable[[int], float]
@@ -30,6 +33,8 @@ class RunPlan:
     steps_per_epoch: int | None
     """Optimizer steps; None where nobody knows, as for data without a length."""
     schedule: Schedule | None = None
+    loss_of: Callable[[nn.Module], float] | None = dataclasses.field(default=None, compare=False)
+    """The loss of a model on some training samples, the same ones each time."""
 
     @property
     def rated_steps(self) -> float | None:
@@ -76,11 +81,42 @@ class Method(Protocol):
         """Restore the state; those of model and optimizer are restored already."""
 
 
+@runtime_checkable
+class Reshaping(Protocol):
+    """A method that exchanges layers while it trains, so that a resumed run has to do it again."""
+
+    def reshape(self, state: dict[str, Any]) -> None:
+        """Give model and optimizer the parameters that they had when the state was taken.
+
+        Comes before all states are loaded: only shapes, and their order, have to be right.
+        """
+
+
+class Builder(Protocol):
+    """Builds the dense model of a run, each time with the same initial weights."""
+
+    @property
+    def width(self) -> int | None:
+        """The width that the model has; None if it cannot be built with another one."""
+
+    def __call__(self, width: int | None = None) -> nn.Module:
+        """Return a new model, of another width if one is given."""
+
+
 class Settings(ABC):
     """What a user chooses of a method: a frozen dataclass, made of `setting`s, that makes it."""
 
     alternatives: ClassVar[tuple[str, ...]] = ()
     """Settings of which one is chosen: what is asked for later takes the place of the others."""
+
+    @classmethod
+    def at_size(cls, size: float) -> dict[str, Any]:
+        """Return the settings that make a model of this share of the dense parameters."""
+        raise OptionError("the method finds its size itself. Leave the size out.")
+
+    def build(self, builder: Builder, example: Example) -> nn.Module:
+        """Return the model to train; what needs no other width is done by `prepare`."""
+        return self.prepare(builder())
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the model to train, before there is an optimizer; it may be another one."""
@@ -91,8 +127,13 @@ class Settings(ABC):
         return
 
     @abstractmethod
-    def make(self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int) -> Method:
-        """Return the method for a prepared model; `example` is an input of it."""
+    def make(
+        self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
+    ) -> Method:
+        """Return the method for a prepared model; `example` is an input of it.
+
+        `dense` is what the dense model costs: all that is relative is relative to that.
+        """
 
 
 def setting(

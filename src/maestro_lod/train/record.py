@@ -12,11 +12,18 @@ class MethodRecord:
     """What a method says of the model at the end of an epoch; None is what it does not know."""
 
     params: int | None = None
-    """Of the model as it would be deployed, as all sizes here."""
+    """Of the model as it would be deployed, as all sizes here; of a sparse one, its non-zeros."""
     macs: int | None = None
+    """Of the plain model: zeros are multiplied, and binary weights too."""
     relative_params: float | None = None
     """Relative to the dense model."""
     relative_macs: float | None = None
+    bits: int | None = None
+    """Of all values that are stored."""
+    index_bits: int | None = None
+    """What it takes beside them to say where the non-zeros of a sparse model are."""
+    relative_bits: float | None = None
+    """Bits relative to the dense model, indices left out: the size that methods are given."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Of each low-rank layer; empty for a model without any."""
     penalty: float | None = None
@@ -32,6 +39,17 @@ class MethodRecord:
     def total_rank(self) -> int | None:
         """The sum of all ranks; None for a model without low-rank layers."""
         return sum(self.ranks.values()) if self.ranks else None
+
+    def size(self) -> dict[str, float]:
+        """Return what is known of the size, by name."""
+        known = {name: getattr(self, name) for name in _SIZES}
+        return {name: value for name, value in known.items() if value is not None}
+
+
+_SIZES = (
+    *("params", "macs", "relative_params", "relative_macs"),
+    *("bits", "index_bits", "relative_bits"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

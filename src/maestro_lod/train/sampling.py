@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -127,6 +128,12 @@ class RankSampler:
             pairs = [[i, b] for i, rank in enumerate(ranks.values()) for b in range(1, rank + 1)]
             order = torch.randperm(len(pairs), generator=self.generator, device="cpu")
             self._pending = [pairs[i] for i in order.tolist()]
+
+    def fingerprint(self) -> str:
+        """Return a short text that is the same where all draws to come are."""
+        state = bytes(self.generator.get_state().tolist())
+        rest = repr((self.strategy, self._names, self._pending, sorted(self.left_out)))
+        return f"{zlib.crc32(rest.encode(), zlib.crc32(state)):08x}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state as tensors, strings and lists."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from maestro_lod.distributed.ddp import live_wrappers_of, release, renew, require_renewable
+from maestro_lod.distributed.decision import decided_by_the_first
 from maestro_lod.errors import (
     LayerError,
     TrainingError,
@@ -39,10 +41,13 @@ def shrink(
 
     Parameters, their gradients and the optimizer's state become physically smaller; what survives
     is kept bit for bit. No layer falls below `min_rank`. An `AveragedModel` given as `ema` is cut
-    to the same ranks. Returns how many ranks each layer lost (layers that lost none are left out).
+    to the same ranks. Where several processes train the model, each calls this, the first decides,
+    and the wrapper goes on. Returns how many ranks each layer lost (layers that lost none are left
+    out).
     """
-    require_unwrapped(model)
-    return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema)
+    require_unsharded(model)
+    wrappers = live_wrappers_of(model)
+    return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema, wrappers)
 
 
 def ranks_above(model: nn.Module, threshold: float, min_rank: int = 0) -> dict[str, int]:
@@ -67,19 +72,32 @@ def cut(
     ranks: Mapping[str, int],
     optimizer: Optimizer | None = None,
     ema: AveragedModel | None = None,
+    wrappers: Sequence[DistributedDataParallel] = (),
 ) -> dict[str, int]:
-    """Cut layers to these ranks, in place, with optimizer state and EMA copy; return the losses."""
+    """Cut layers to these ranks, in place, with all that goes along; return the losses.
+
+    That is the optimizer's state, the averaged copy, and wrappers that hold the model.
+    """
     layers = require_low_rank(model)
-    lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
-    require_unwrapped(model)
+    require_unsharded(model)
     if optimizer is not None:
         require_optimizer(model, optimizer)
     averaged = _averaged_layers(ema, layers) if ema is not None else {}
+    for wrapper in wrappers:
+        require_renewable(wrapper)
+    if wrappers:
+        ranks = decided_by_the_first(ranks, importance(model), wrappers[0].process_group)
+    lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
+    if lost:
+        for wrapper in wrappers:
+            release(wrapper)
     for name in lost:
         _cut_layer(layers[name], ranks[name], optimizer)
         if ema is not None:
             _cut_layer(averaged[name], ranks[name], None)
     if lost:
+        for wrapper in wrappers:
+            renew(wrapper)
         _forget_compiled_code()
     return lost
 
@@ -140,7 +158,7 @@ def require_averaged(ema: AveragedModel) -> AveragedModel:
 
 def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
     require_averaged(ema)
-    averaged = low_rank_layers(ema.module)
+    averaged = low_rank_layers(ema.module)  # of a wrapper, those inside
     if {n: m.rank for n, m in averaged.items()} != {n: m.rank for n, m in layers.items()}:
         raise LayerError(
             "the averaged model has other low-rank layers or ranks than the model. Create "
@@ -149,8 +167,8 @@ def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[
     return averaged
 
 
-def require_unwrapped(model: nn.Module) -> None:
-    """Refuse a model that a distributed wrapper holds: it would keep the old shapes, silently."""
+def require_unsharded(model: nn.Module) -> None:
+    """Refuse a model of shards: they would keep the old shapes, silently."""
     sharded = [
         f"{name}.{key}".lstrip(".")
         for name, layer in low_rank_layers(model).items()
@@ -161,22 +179,6 @@ def require_unwrapped(model: nn.Module) -> None:
         raise LayerError(
             f"parameters are sharded by FSDP or a tensor subclass ({listed(sharded)}), which would "
             "undo a shrink. Gather full state dicts, shrink an unsharded model, shard it again."
-        )
-    wrapper = nn.parallel.DistributedDataParallel
-    inside = any(isinstance(m, wrapper) for m in model.modules())
-    if not inside and torch.distributed.is_available() and torch.distributed.is_initialized():
-        gc.collect()  # a wrapper that was deleted may still wait in a reference cycle
-        mine = {id(m) for m in low_rank_layers(model).values()}
-        inside = any(
-            any(id(m) in mine for m in obj.modules())
-            for obj in gc.get_objects()
-            if issubclass(type(obj), wrapper)  # isinstance would run the code of proxies
-        )
-    if inside:
-        raise LayerError(
-            "the model is inside DistributedDataParallel, whose gradient buckets keep the old "
-            "shapes. Delete the wrapper, shrink the inner model, wrap it again: "
-            "model = ddp.module; del ddp; shrink(model, …); ddp = DistributedDataParallel(model)."
         )
 
 

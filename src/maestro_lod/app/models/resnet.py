@@ -97,17 +97,17 @@ def resnet18(classes: int = 10, width: int = 64, stride: int = 1) -> ResNet:
     return ResNet(BasicBlock, (2, 2, 2, 2), stem, classes, width)
 
 
-def resnet18_small(classes: int = 10) -> ResNet:
+def resnet18_small(classes: int = 10, width: int = 16) -> ResNet:
     """ResNet-18 for a CPU, width 16, stem stride 2: 701,466 parameters and 8,762,624 MACs."""
-    return resnet18(classes, width=16, stride=2)
+    return resnet18(classes, width, stride=2)
 
 
-def resnet50(classes: int = 1000) -> ResNet:
+def resnet50(classes: int = 1000, width: int = 64) -> ResNet:
     """ResNet-50 for 224×224 images: 25,557,032 parameters and 4,089,184,256 MACs."""
     stem = nn.Sequential(
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(64),
+        nn.Conv2d(3, width, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(width),
         nn.ReLU(),
         nn.MaxPool2d(3, 2, 1),
     )
-    return ResNet(Bottleneck, (3, 4, 6, 3), stem, classes, 64)
+    return ResNet(Bottleneck, (3, 4, 6, 3), stem, classes, width)

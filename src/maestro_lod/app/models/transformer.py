@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         vocabulary: int = 9521,
         width: int = 512,
         heads: int = 8,
-        hidden: int = 2048,
+        hidden: int | None = None,
         layers: int = 6,
         dropout: float = 0.1,
         *,
@@ -149,7 +149,7 @@ class Transformer(nn.Module):
                 f"width={width} and heads={heads} do not fit. Choose a width that is even and a "
                 "multiple of the number of heads."
             )
-        sizes = width, heads, hidden, dropout
+        sizes = width, heads, hidden or 4 * width, dropout
         self.padding = padding
         self.embedding = nn.Embedding(vocabulary, width)
         self.dropout = nn.Dropout(dropout)
@@ -223,11 +223,11 @@ class Transformer(nn.Module):
 
 
 def transformer_small(
-    vocabulary: int = 9521, *, tie_output: bool = False, padding: int = 0
+    vocabulary: int = 9521, width: int = 128, *, tie_output: bool = False, padding: int = 0
 ) -> Transformer:
     """Transformer that trains on two CPU cores: 3 layers of width 128, with 4 heads.
 
     3,821,824 parameters and 2,594,944 MACs for one source and one target token; with `tie_output`
     2,603,136 parameters.
     """
-    return Transformer(vocabulary, 128, 4, 512, 3, tie_output=tie_output, padding=padding)
+    return Transformer(vocabulary, width, 4, layers=3, tie_output=tie_output, padding=padding)

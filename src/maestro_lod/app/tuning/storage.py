@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +17,7 @@ from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBSto
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from maestro_lod.errors import OptionError
+from maestro_lod.files import waited_for
 
 _STUCK = 30  # seconds, after which a lock that a killed process left on a journal is broken
 _RETRY = 1.0  # seconds, after which a database is opened once more
@@ -69,12 +70,46 @@ def _opened(storage: Storage | None) -> BaseStorage:
         return _database(url)
     path = Path(storage)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # not Optuna's default, a symbolic link: if its owner is killed, relative to the journal's own
-    # directory it leads nowhere, and then those who come later wait for ever
-    lock = JournalFileOpenLock(str(path), grace_period=_STUCK)
-    journal = JournalFileBackend(str(path), lock)
+    path.touch()
+    lock = _lock_on(path)
     _mend(path, lock)
-    return JournalStorage(journal)
+    return JournalStorage(JournalFileBackend(str(path), lock))
+
+
+def _lock_on(path: Path) -> JournalFileOpenLock:
+    """Return the system's lock on a journal; where there is none, a file that says it is locked.
+
+    Not Optuna's default, a symbolic link: if its owner is killed, relative to the journal's own
+    directory it leads nowhere, and then those who come later wait for ever.
+    """
+    lock = _SystemLock(path)
+    try:
+        lock.acquire()
+    except OSError:
+        return JournalFileOpenLock(str(path), grace_period=_STUCK)
+    lock.release()
+    return lock
+
+
+class _SystemLock(JournalFileOpenLock):
+    """A lock on the journal itself: it ends with its owner, however that ends, and leaves nothing.
+
+    A file beside the journal would stay after a kill, and others wait until they break it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path, self._held = path, ExitStack()
+
+    def acquire(self) -> bool:
+        held = ExitStack()
+        held.enter_context(waited_for(self._path))
+        self._held = held
+        return True
+
+    def release(self) -> None:
+        held, self._held = self._held, ExitStack()  # the next one may have it before this returns
+        held.close()
 
 
 def _database(url: str) -> RDBStorage:

@@ -1,0 +1,300 @@
+"""Kill the program at random moments, go on, and compare with what nobody disturbed.
+
+python benchmarks/soak.py 1000      (goes on where an earlier call on the same commit stopped)
+
+A life is one piece of work, begun anew: it is killed with SIGKILL up to six times, each at a random
+moment, started again each time as the documentation says, and ends undisturbed. Then its files have
+to be those of the undisturbed one, and nothing else may be left. Every start is a fork of this
+process, because imports take longer than the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+from interleaved import RESULTS, commit, keep
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from torch import nn
+
+import maestro_lod as lod
+from maestro_lod.app import cli
+from maestro_lod.app.tuning import recipes  # noqa: F401  # here, so that no start has to
+from maestro_lod.app.tuning.trials import trials_of
+from maestro_lod.checkpoint import verify
+from maestro_lod.deploy.points import Frontier
+from maestro_lod.files import alone_in, remove_leftovers
+from maestro_lod.tensors import opened_file
+
+KILLS_OF_A_LIFE = 6
+SETTINGS = (
+    *("data.limit=96", "batch=24", "epochs=3", "threads=1", "checkpoint_every=0"),
+    *("recalibration=1", "schedule=constant", "penalty=0.02", "threshold=1e-3"),
+)
+CHANGES = [part for setting in SETTINGS for part in ("--set", setting)]
+LIMITS = ["--max-params", "44000", "--min-accuracy", "0.99", "--largest", "4", "--smallest", "0.5"]
+DEPLOY = ["--max-params", "0.5", "--to", "safetensors", "--allow-slower", "--out", "out"]
+
+Work = Callable[[], object]
+
+
+# -- kinds of work, each in the current directory --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A piece of work: how it starts, and what it must have left at its end."""
+
+    start: Callable[[], tuple[str, Work]]
+    """Return the name of what is started next, and the work itself."""
+    result: Callable[[], Any]
+    """Return what ends are compared by; raises if something is missing or damaged."""
+    needs: str = ""
+    """The kind whose undisturbed end it begins with."""
+    over: Callable[[], bool] = lambda: False
+    """Say whether a start that was killed had done its work before."""
+
+
+def program(*arguments: str) -> Work:
+    return lambda: cli.main([*arguments])
+
+
+def read(path: str) -> Any:
+    return json.loads(Path(path).read_text())
+
+
+def untimed(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key != "seconds"}
+
+
+def training() -> tuple[str, Work]:
+    if Path("run/config.yaml").exists():
+        return "resume", program("resume", "run", "-q")
+    return "train", program("train", "digits", *CHANGES, "--out", "run", "-q")
+
+
+def trained() -> Any:
+    lines = Path("run/metrics.jsonl").read_text().splitlines()
+    return [
+        untimed(read("run/result.json")),
+        [untimed(json.loads(line)) for line in lines],
+        Path("run/model.safetensors").read_bytes(),
+        Path("run/config.yaml").read_text(),
+    ]
+
+
+def searched() -> Any:
+    """Return what a search has found and what the elastic file holds; times are left out."""
+    found = Frontier.load("run/frontier.json")
+    with opened_file(Path("run/model.safetensors")) as file:
+        tensors = {key: file.read(key).tolist() for key in file.shapes}
+        assert Frontier.from_json(file.metadata["frontier"], "the model's") == found
+    points = [(p.ranks, p.loss, p.accuracy, p.params, p.macs) for p in found.points]
+    return points, tensors, trained()[:2]
+
+
+def deployed() -> Any:
+    """Return what was chosen; which layers are multiplied out goes by times."""
+    told = read("out/deploy.json")
+    assert verify("out/model.safetensors")
+    return told["point"]["ranks"], told["dense_test"], sorted(os.listdir("out"))
+
+
+def tuned() -> Any:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = JournalStorage(JournalFileBackend("search/search.journal"))
+    study = optuna.load_study(study_name=None, storage=storage)
+    trials = [trial for trial in trials_of(study) if trial.status != "stopped"]
+    return [(trial.penalty, trial.status, trial.reached) for trial in trials]
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return lod.decompose(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64)))
+
+
+def written_again_and_again(write: Callable[[nn.Module], object]) -> None:
+    """Write one model and the other in turn, until killed; two seconds if nobody does."""
+    models, until = cycle((model(0), model(1))), time.monotonic() + 2
+    while time.monotonic() < until:
+        write(next(models))
+    write(model(0))
+
+
+def save(live: nn.Module) -> None:
+    lod.save(live, "model.safetensors")
+
+
+def export(live: nn.Module) -> None:
+    lod.export(live, "model.safetensors", example=torch.ones(1, 256))
+
+
+def one_of_two() -> Any:
+    assert verify("model.safetensors")
+    return Path("model.safetensors").read_bytes()
+
+
+KINDS = {
+    "train": Kind(training, trained, over=lambda: Path("run/result.json").exists()),
+    "frontier": Kind(
+        lambda: ("frontier", program("frontier", "run", "-q")), searched, needs="train"
+    ),
+    "deploy": Kind(
+        lambda: ("deploy", program("deploy", "run", *DEPLOY, "-q")),
+        deployed, needs="frontier", over=lambda: Path("out").exists(),
+    ),
+    "tune": Kind(
+        lambda: ("tune", program("tune", "digits", *CHANGES, *LIMITS, "--out", "search", "-q")),
+        tuned,
+    ),
+    "save": Kind(lambda: ("save", partial(written_again_and_again, save)), one_of_two),
+    "export": Kind(lambda: ("export", partial(written_again_and_again, export)), one_of_two),
+}  # fmt: skip
+WEIGHTS = {"train": 4, "frontier": 2, "deploy": 2, "tune": 2, "save": 1, "export": 1}
+"""How often each is drawn."""
+
+
+# -- one life --------------------------------------------------------------------------------------
+
+
+def started(work: Work, after: float | None = None) -> str:
+    """Run something in a fork, killed after so many seconds; say how it ended."""
+    child = os.fork()
+    if child == 0:
+        sink = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(sink, 1)
+        os.dup2(sink, 2)
+        code = 70
+        try:
+            work()
+            code = 0
+        except SystemExit as error:
+            code = int(error.code or 0)
+        finally:
+            os._exit(code)
+    if after is not None:
+        time.sleep(after)
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return "killed" if code == -signal.SIGKILL else f"exit {code}"
+
+
+@dataclass
+class Soak:
+    """All lives so far, and the undisturbed ends that they are compared with."""
+
+    seed: int
+    kills: dict[str, int] = field(default_factory=dict)
+    lives: dict[str, int] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        """Do each work once undisturbed, and remember how long it took and what it gave."""
+        self.whole, self.seconds, self.results, self.codes = Path.cwd(), {}, {}, {}
+        for name, kind in KINDS.items():
+            with self._folder(name, kind):
+                begin = time.monotonic()
+                self.codes[name] = started(kind.start()[1])
+                self.seconds[name] = time.monotonic() - begin
+                self.results[name] = kind.result()
+
+    @contextmanager
+    def _folder(self, folder: str, kind: Kind) -> Iterator[Path]:
+        """Work in a new folder that holds what is needed."""
+        place = self.whole / folder
+        if kind.needs:
+            shutil.copytree(self.whole / kind.needs, place)
+        else:
+            place.mkdir()
+        os.chdir(place)
+        try:
+            yield place
+        finally:
+            os.chdir(self.whole)
+
+    def live(self, number: int) -> None:
+        """Let one work be killed several times, and note whether it ended as it should."""
+        draw = random.Random(f"{self.seed} {number}")
+        name = draw.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
+        with self._folder(f"life-{number}", KINDS[name]) as place:
+            log: list[str] = []
+            try:
+                self._killed(name, draw, log)
+                self._compare(name)
+            except Exception as error:  # whatever it is, it is a failure to be counted
+                told = f"{type(error).__name__}: {error}"[:500]
+                output = Path("output.txt").read_text()[-500:]
+                self.failures.append(
+                    {"life": number, "kind": name, "starts": log, "why": told, "output": output}
+                )
+        self.lives[name] = self.lives.get(name, 0) + 1
+        shutil.rmtree(place)
+
+    def _killed(self, name: str, draw: random.Random, log: list[str]) -> None:
+        kind = KINDS[name]
+        for _ in range(draw.randint(1, KILLS_OF_A_LIFE)):
+            what, work = kind.start()
+            after = draw.uniform(0, 1.05 * self.seconds[name])
+            log.append(f"{what} {after:.3f}: {started(work, after)}")
+            if log[-1].endswith("killed"):
+                self.kills[what] = self.kills.get(what, 0) + 1
+            if not log[-1].endswith("killed") or kind.over():
+                break
+        if not kind.over():
+            what, work = kind.start()
+            log.append(f"{what}: {(ended := started(work))}")
+            assert ended == self.codes[name], ended
+
+    def _compare(self, name: str) -> None:
+        assert KINDS[name].result() == self.results[name], "the end is another"
+        run = Path("run")
+        if run.is_dir():  # of a run that was killed behind its end: what the next start does
+            with alone_in(run):
+                remove_leftovers(run)
+        left = {path.name for path in Path().rglob(".*")}
+        if name == "deploy" and KINDS[name].over():
+            left -= {".out.lock"}  # held by nobody; whoever wants the place takes it
+        assert not left, f"left behind: {left}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kills", type=int, help="how many, those of earlier calls included")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sample", action="store_true", help="print the counts, keep nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    soak = Soak(options.seed)
+    before = RESULTS / "soak.json"
+    if not options.sample and before.exists() and (old := read(str(before)))["commit"] == commit():
+        soak = Soak(**old["answer"])
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        soak.prepare()
+        while sum(soak.kills.values()) < options.kills:
+            soak.live(sum(soak.lives.values()))
+            counts = {key: value for key, value in vars(soak).items() if key in Soak.__match_args__}
+            if not options.sample:
+                keep("soak", counts)
+        os.chdir("/")
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()
