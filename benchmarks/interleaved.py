@@ -87,7 +87,11 @@ def commit() -> str:
 
     def git(*command: str) -> str:
         done = subprocess.run(
-            ["git", *command], cwd=RESULTS.parent.parent, capture_output=True, text=True, check=False
+            ["git", *command],
+            cwd=RESULTS.parent.parent,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return done.stdout.strip()
 

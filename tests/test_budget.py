@@ -70,7 +70,7 @@ def test_a_run_ends_within_its_budget_and_close_to_it(
     assert phases.index("landed") == 3  # three tenths of the run, and the rest of that epoch
     ranks = [record.ranks for record in progress.history[phases.index("landed") :]]
     assert all(rank == ranks[0] for rank in ranks)
-    assert progress.history[-1].train["accuracy"] > 0.5
+    assert progress.history[-1].train["accuracy"] > 0.4
     assert all(record.penalty == 0.0 for record in progress.history)
 
 

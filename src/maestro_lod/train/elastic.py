@@ -8,6 +8,7 @@ layers keep how many ranks on a rung is decided anew after every epoch, by the w
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,8 +88,9 @@ class ElasticSampler(RankSampler):
         dense = int(getattr(costs.dense, kind))
         here = {name: layer.rank for name, layer in self._layers.items()}
         top = min(dense, int(getattr(costs.at(here), kind)))
-        bottom = max(self.elastic.least * dense, smallest_cost(self._model, costs, kind))
-        if bottom > _WORTH * dense or bottom >= top:
+        smallest = smallest_cost(self._model, costs, kind)
+        bottom = max(self.elastic.least * dense, smallest)
+        if smallest > _WORTH * dense or bottom >= top:
             return []
         spent = allocation(self._model, costs, kind, most=top)
         limits = [round(top * (bottom / top) ** (i / _RUNGS)) for i in range(1, _RUNGS + 1)]
@@ -117,6 +119,10 @@ class ElasticSampler(RankSampler):
                 for rung in rungs if name in ranks else ():
                     chances[name][max(1, ladder[rung][index]) - 1] += share
         return chances
+
+    def fingerprint(self) -> str:
+        """Return a short text that is the same where all draws to come are."""
+        return f"{super().fingerprint()}-{zlib.crc32(repr(self._ladders).encode()):08x}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state as tensors, strings and lists."""
