@@ -24,7 +24,7 @@ from paper.scale import Scale
 
 ITEMS = (
     "toy", "table10", "swings", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k",
-    "times", "budgets", "pressure", "sampling",
+    "times", "budgets", "pressure", "sampling", "every-size",
 )  # fmt: skip
 """In the order of the README."""
 
@@ -34,7 +34,7 @@ START, END = "<!-- python -m paper readme -->\n", "<!-- end of it -->"
 
 
 def item(name: str) -> ModuleType:
-    return import_module(f"paper.{name}")
+    return import_module(f"paper.{name.replace('-', '_')}")
 
 
 def measure(name: str, scale: Scale, results: Path) -> None:
