@@ -59,6 +59,8 @@ class Deployment:
     dense_macs: int
     test: dict[str, float]
     dense_test: dict[str, float]
+    unhealed_test: dict[str, float] | None
+    """Of the size before it was healed; None if it was not."""
     files: list[Deployed]
     batch: int
     threads: int
@@ -96,7 +98,10 @@ class Deployment:
             f"at batch {self.batch}, {self.threads} threads",
         ]
         for name, value in self.test.items():
-            lines.append(f"test {name} {value:.4f}  (dense form {self.dense_test[name]:.4f})")
+            beside = f"dense form {self.dense_test[name]:.4f}"
+            if self.unhealed_test is not None:
+                beside = f"before healing {self.unhealed_test[name]:.4f}, {beside}"
+            lines.append(f"test {name} {value:.4f}  ({beside})")
         return "\n".join([*lines, "", table(header, rows, right=range(1, 7))])
 
 
@@ -109,6 +114,7 @@ def deploy_size(
     formats: Sequence[str] = ("onnx",),
     test: Callable[[nn.Module], dict[str, float]] | None = None,
     judge: Judge | None = None,
+    heal: Callable[[nn.Module], object] | None = None,
     multiple: int | None = None,
     int8: bool = False,
     allow_slower: bool = False,
@@ -122,7 +128,8 @@ def deploy_size(
     `limits` are those of `Frontier.pick`. They hold for what is written: ranks rounded if to a
     `multiple` (then `judge(ranks)` says how good that is), latency on this machine at the example's
     batch size. Layers that are slower factored are multiplied out as far as the limits allow.
-    `test(plain)` may recalibrate the plain model and returns what to report of it. A file that
+    `test(plain)` may recalibrate the plain model and returns what to report of it; `heal(plain)`
+    may train it before that, and the report says what it was without. A file that
     takes longer than the limit is refused, and so is one that is slower than the dense model in its
     format, unless `allow_slower`; then nothing is left of any.
     """
@@ -133,8 +140,12 @@ def deploy_size(
     sizes = sizes.with_latency(measured.predict, measured.dense)  # its own are of another batch
     choice = Choice(model, sizes, limits, measured, example, multiple, judge)
     point, small = choice.best()
-    dense = all_dense(model)
-    reached, of_dense = ({} if test is None else test(plain) for plain in (small, dense))
+    dense, test = all_dense(model), test or (lambda plain: {})
+    unhealed = None
+    if heal is not None:
+        unhealed = test(small)
+        heal(small)
+    reached, of_dense = test(small), test(dense)
     batch = batch_of(as_call(example))
     with replacing_directory(out) as place:
         kinds: list[tuple[str, Any]] = [(format_, None) for format_ in formats]
@@ -143,7 +154,7 @@ def deploy_size(
         _require_fast(files, batch, limits.get("max_latency", math.inf), allow_slower)
         deployment = Deployment(
             point, point.params, point.macs or 0, sizes.dense.params, sizes.dense.macs or 0,
-            reached, of_dense, files, batch, torch.get_num_threads(),
+            reached, of_dense, unhealed, files, batch, torch.get_num_threads(),
         )  # fmt: skip
         with replacing(place / "deploy.json") as description:
             description.write_text(json.dumps(deployment.to_dict(), indent=1))

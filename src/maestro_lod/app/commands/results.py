@@ -95,6 +95,7 @@ def deploy(
     batch: options.Batch = 1,
     multiple: options.Multiple = None,
     int8: Annotated[bool, typer.Option("--int8", help="For ONNX, an int8 file too.")] = False,
+    heal: Annotated[int, typer.Option(help="Epochs to train the size on before.", min=0)] = 0,
     allow_slower: options.AllowSlower = False,
     trust: options.Trust = False,
     quiet: options.Quiet = False,
@@ -106,6 +107,8 @@ def deploy(
       lod deploy runs/digits --max-macs 0.25 --out phone
 
       lod deploy runs/digits --max-params 5000 --to onnx --to pt2 --int8 --out watch
+
+      lod deploy runs/digits --max-macs 0.25 --heal 1 --out phone
     """
     formats = [*dict.fromkeys(to or ["onnx"])]
     counts = {"max_params": max_params, "max_macs": max_macs, "max_bytes": max_bytes}
@@ -119,7 +122,7 @@ def deploy(
     with search_bar(quiet) as progress:
         done = write_deployment(
             Trained.of(run), given, formats, out, batch=batch, multiple=multiple,
-            int8=int8, allow_slower=allow_slower, progress=progress,
+            int8=int8, allow_slower=allow_slower, heal=heal, progress=progress,
         )  # fmt: skip
     say(f"{done}\n\nwritten to {out}")
 
