@@ -14,6 +14,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from paper.scale import Scale
 
 ITEMS = (
     "toy", "table10", "swings", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k",
-    "times", "budgets", "pressure", "sampling", "every-size",
+    "times", "budgets", "pressure", "sampling", "compare", "every-size",
 )  # fmt: skip
 """In the order of the README."""
 
@@ -38,13 +39,21 @@ def item(name: str) -> ModuleType:
 
 
 def measure(name: str, scale: Scale, results: Path) -> None:
-    """Do the work of one item and write its result and figures."""
+    """Do the work of one item and write its result, figures and pages."""
     start = time.monotonic()
     module = item(name)
     result = module.measure(scale)
     write(name, result, time.monotonic() - start, results)
     for figure, drawing in module.figures(result).items():
         (results / f"{figure}.svg").write_text(drawing)
+    for page, content in pages(module, result).items():
+        (results / f"{page}.html").write_text(content)
+
+
+def pages(module: ModuleType, result: dict[str, Any]) -> dict[str, str]:
+    """Return the pages that an item has beside its part of the README, by name."""
+    made: dict[str, str] = module.pages(result) if hasattr(module, "pages") else {}
+    return made
 
 
 def readme(results: Path = RESULTS) -> str:

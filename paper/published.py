@@ -162,3 +162,27 @@ MULTI30K = {
 }
 """Table 13: λ, perplexity, accuracy in %, then relative to dense: MACs (of 5.12: 0.9 is a misprint
 for 0.09), params, training MACs and params."""
+
+COMPARED = {
+    "ResNet-18, CIFAR-10": {
+        "dense": (93.86, 1.00),
+        "pufferfish": (94.17, 3.336 / 11.17),
+        "cuttlefish": (93.47, 3.108 / 11.17),
+        "imp": (92.12, 0.154 / 11.17),
+        "raregems": (92.83, 0.076 / 11.17),
+        "xnor": (90.06, 0.349 / 11.17),
+        "lod": (93.86, 1.23 / 11.17),
+    },
+    "VGG-19, CIFAR-10": {
+        "dense": (92.94, 1.00),
+        "pufferfish": (92.69, 8.37 / 20.56),
+        "cuttlefish": (93.39, 2.36 / 20.56),
+        "spectral": (83.27, 0.4 / 20.56),
+        "imp": (92.86, 5.04 / 20.56),
+        "raregems": (86.28, 5.04 / 20.56),
+        "xnor": (88.94, 0.64 / 20.56),
+        "lod": (93.10, 2.20 / 20.56),
+    },
+}
+"""Table 15 and Figure 3: accuracy in %, and params beside those of the dense model that it prints.
+Of binary weights params / 32; of several λ the one that the text compares with the others."""

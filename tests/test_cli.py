@@ -538,7 +538,11 @@ def test_warnings_are_lines(lod: Lod) -> None:
     changes = [*QUICK, "optimizer=adam", "penalty=1", "threshold=0"]
     done = lod("train", "digits", "--out", "run", set=changes)
     assert done.code == 0
-    assert re.fullmatch(r"lod: note: at this learning rate Adam keeps .*\n", done.err)
+    floor, unshrunk = done.err.splitlines()
+    assert floor.startswith("lod: note: at this learning rate Adam keeps ")
+    assert unshrunk.startswith("lod: note: the model has not shrunk: after ")
+    report = Path("run/report.html").read_text(encoding="utf-8")
+    assert "<b>Note.</b> The model has not shrunk: after " in report
 
 
 # -- the switches of the paper's ablations -------------------------------------------------------

@@ -297,7 +297,7 @@ def test_a_record_of_a_dense_epoch_says_nothing_of_ranks() -> None:
 def test_what_is_no_number_in_a_file_is_left_out() -> None:
     flat = {
         "epoch": 2, "step": "x", "macs": None, "penalty": True, "phase": 3, "ranks": [1],
-        "train_loss": None, "note": "hello", "ratio": 0.5,
+        "train_loss": None, "remark": "hello", "ratio": 0.5,
     }  # fmt: skip
     assert EpochRecord.from_dict(flat) == EpochRecord(epoch=2, others={"ratio": 0.5})
     assert EpochRecord.from_dict({"epoch": 1, "ranks": {"a": 3, "b": "x"}}).ranks == {"a": 3}

@@ -11,7 +11,7 @@ import pytest
 import maestro_lod as lod
 from maestro_lod.app.models import LeNet
 from paper import times
-from paper.__main__ import END, ITEMS, START, item, main, readme, summary
+from paper.__main__ import END, ITEMS, START, item, main, pages, readme, summary
 from paper.budgets import at_size
 from paper.record import RESULTS, read
 from paper.scale import Scale, spread
@@ -40,6 +40,8 @@ def test_every_result_belongs_to_an_item_and_has_its_figures():
         assert {"commit", "machine", "seconds", "command", "result"} <= record.keys()
         for figure, drawing in item(path.stem).figures(record["result"]).items():
             assert (RESULTS / f"{figure}.svg").read_text() == drawing
+        for page, content in pages(item(path.stem), record["result"]).items():
+            assert (RESULTS / f"{page}.html").read_text() == content
 
 
 def needs(data: str) -> pytest.MarkDecorator:
@@ -53,6 +55,7 @@ def needs(data: str) -> pytest.MarkDecorator:
     [
         pytest.param("table10", marks=needs("mnist")),
         pytest.param("swings", marks=needs("mnist")),
+        pytest.param("compare", marks=needs("mnist")),
         pytest.param("cifar", marks=needs("cifar10")),
         pytest.param("multi30k", marks=needs("multi30k")),
     ],

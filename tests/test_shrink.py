@@ -655,14 +655,19 @@ def test_lod_takes_a_wrapper_and_shrinks_what_is_inside(process_group):
         assert lod.end_epoch() == lost
 
 
-def test_a_sharded_model_is_refused(process_group):
+def test_a_sharded_model_is_cut_where_it_lies(process_group):
     model = low_rank_model()
-    mesh = dist.init_device_mesh("cpu", (1,))
-    fully_shard(model, mesh=mesh)
-    before = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    with pytest.raises(MaestroError, match="FSDP"):
-        shrink(model, threshold=1e9)
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == before
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    x, y = batch(0)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    zero_tails(model)
+    shrink(model, optimizer, threshold=1e-9)
+    assert ranks(model) == KEEP
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert all(optimizer.state[f]["momentum_buffer"].shape == f.shape for _, f, _ in factors(model))
 
 
 def test_a_plain_copy_is_no_averaged_model():

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from maestro_lod.app.trained import Trained
 from maestro_lod.cost import count_params
 from maestro_lod.deploy import deployment as files
 from maestro_lod.deploy import measured as timing
-from maestro_lod.deploy.export import opened
+from maestro_lod.deploy.export import export, opened
 from maestro_lod.deploy.latency import Latency, LayerLatency, round_ranks
 from maestro_lod.deploy.limits import Point
 from maestro_lod.deploy.points import Frontier
-from maestro_lod.errors import CheckpointError, OptionError
+from maestro_lod.errors import CheckpointError, LayerError, OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 
 pytest.importorskip("sklearn")
@@ -82,7 +83,7 @@ def test_searching_again_gives_the_same_frontier(finished: Path) -> None:
 def test_a_run_is_deployed_to_every_format(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, limits = tmp_path / "phone", ("--max-macs", "0.5", "--allow-slower", "--quiet")
+    out, limits = tmp_path / "phone", ("--max-macs", "0.5", "--quiet")
     formats = ("--to", "onnx", "--to", "pt2", "--to", "safetensors", "--int8")
     assert lod_program("deploy", str(finished), *formats, *limits, "--out", str(out)) == 0
     names = {"model.onnx", "model.int8.onnx", "model.pt2", "model.safetensors", "deploy.json"}
@@ -107,7 +108,7 @@ def test_a_size_is_healed_before_it_is_written(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "healed"
-    limits = ("--max-macs", "0.25", "--allow-slower", "--quiet", "--to", "safetensors")
+    limits = ("--max-macs", "0.25", "--quiet", "--to", "safetensors")
     command = ("deploy", str(finished), *limits, "--heal", "2", "--out", str(out))
     assert lod_program(*command) == 0
     assert "before healing" in capsys.readouterr().out
@@ -120,19 +121,103 @@ def test_a_size_is_healed_before_it_is_written(
     kept.unlink()
 
 
-def test_what_is_slower_than_dense_is_refused_and_leaves_nothing(
+def beside_dense(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Make up that each file takes so many times as long as its dense form."""
+    times = {"small": [2.0 * share] * 3, "dense": [2.0] * 3}
+    monkeypatch.setattr(files, "interleaved", lambda *_, **__: times)
+
+
+def test_what_is_slower_than_dense_is_written_and_says_so(
     finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    slow = {"small": [3.0] * 3, "dense": [2.0] * 3}
-    monkeypatch.setattr(files, "interleaved", lambda *_, **__: slow)
-    out = tmp_path / "phone"
-    limits = ("--max-macs", "0.5", "--to", "safetensors", "--out", str(out))
-    assert lod_program("deploy", str(finished), *limits) == 2
+    beside_dense(monkeypatch, 1.5)
+    options = to_safetensors(tmp_path / "phone", "--max-macs", "50%")
+    assert lod_program("deploy", str(finished), *options) == 0
+    assert "1.50×" in capsys.readouterr().out
+
+
+def test_what_is_to_be_fast_and_is_slower_than_dense_is_refused_and_leaves_nothing(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    beside_dense(monkeypatch, 1.5)
+    options = to_safetensors(tmp_path / "phone", "--max-macs", "0.5", "--fast")
+    assert lod_program("deploy", str(finished), *options) == 2
     assert "1.50× as slow as its dense form" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_not_good_is_left_out_and_the_others_stay(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def failing(model: nn.Module, path: Path, **options: Any) -> Any:
+        if path.suffix == ".pt2":
+            raise LayerError("LeNet cannot be exported as pt2.")
+        return export(model, path, **options)
+
+    monkeypatch.setattr(files, "export", failing)
+    out = tmp_path / "phone"
+    options = to_safetensors(out, "--max-macs", "0.5", "--to", "pt2")
+    assert lod_program("deploy", str(finished), *options) == 3
+    assert {file.name for file in out.iterdir()} == {"model.safetensors", "deploy.json"}
+    assert deployed(out)["left_out"] == {"model.pt2": "LeNet cannot be exported as pt2."}
+    error = capsys.readouterr().err
+    assert error == "lod: left out: model.pt2. LeNet cannot be exported as pt2.\n"
+
+
+def test_an_int8_file_that_is_no_smaller_is_left_out(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def grown(model: nn.Module, path: Path, **options: Any) -> Any:
+        done = export(model, path, **options)
+        return replace(done, bytes=done.bytes * 9) if options.get("quantize") else done
+
+    monkeypatch.setattr(files, "export", grown)
+    out = tmp_path / "phone"
+    options = ("--max-params", "30%", "--int8", "--quiet", "--out", str(out))
+    assert lod_program("deploy", str(finished), *options) == 3
+    assert {file.name for file in out.iterdir()} == {"model.onnx", "deploy.json"}
+    assert "is no smaller in int8" in deployed(out)["left_out"]["model.int8.onnx"]
+
+
+def test_asked_for_nothing_a_run_is_deployed_as_it_was_trained(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "frontier_of", None)  # there is nothing to search for
+    out = tmp_path / "phone"
+    assert lod_program("deploy", str(finished), *to_safetensors(out)) == 0
+    trained = Trained.of(Run.open(finished))
+    written = deployed(out)
+    assert written["ranks"] == lod.ranks(trained.model)
+    assert written["point"] is None
+    assert written["params"] == lod.summary(trained.model, trained.data.example).fused_params
+    result = json.loads((finished / "result.json").read_text())
+    assert written["test"]["accuracy"] == pytest.approx(result["test"]["accuracy"])
+
+
+@pytest.mark.parametrize("limit", ["max_params", "max_macs", "max_bytes"])
+def test_a_size_is_kept_though_its_layers_would_be_faster_multiplied_out(
+    finished: Path, tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times_are(monkeypatch, factored=1e4)
+    found = Frontier.load(finished / "frontier.json")
+    wanted = found.point(**{limit: 0.4})
+    option = (f"--{limit.replace('_', '-')}", "40%")
+    for name, fast in (("small", ()), ("fast", ("--fast",))):
+        options = to_safetensors(tmp_path / name, *option, *fast)
+        assert lod_program("deploy", str(finished), *options) == 0
+    written = deployed(tmp_path / "small")
+    assert written["params"] == wanted.params
+    assert written["macs"] == wanted.macs
+    assert deployed(tmp_path / "fast")["params"] >= wanted.params
 
 
 # -- limits ------------------------------------------------------------------------------------
@@ -164,7 +249,7 @@ def times_are(monkeypatch: pytest.MonkeyPatch, factored: float, file: float = 1e
 
 
 def to_safetensors(out: Path, *limits: str) -> list[str]:
-    return ["--to", "safetensors", "--allow-slower", "--quiet", "--out", str(out), *limits]
+    return ["--to", "safetensors", "--quiet", "--out", str(out), *limits]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -386,7 +471,7 @@ def test_a_recipe_is_searched_and_tested_by_its_own_loss(
     assert found[0].loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     result = json.loads((run / "result.json").read_text())
     assert trained.test() == pytest.approx(result["test"])
-    out = ("--to", "safetensors", "--allow-slower", "--quiet", "--out", "phone")
+    out = ("--to", "safetensors", "--quiet", "--out", "phone")
     assert lod_program("deploy", str(run), "--max-params", "0.8", *out) == 0
     assert deployed(Path("phone"))["test"].keys() == result["test"].keys()
     assert lod_program("bench", str(run), "--quiet") == 0
@@ -410,11 +495,13 @@ def damaged(run: Path, tmp_path: Path) -> Path:
     [
         (["deploy", "RUN", "--max-macs", "0.0001", "--out", "OUT"], 2, "max_macs=0.0001"),
         (["deploy", "RUN", "--max-params", "10", "--out", "OUT"], 2, "max_params=10"),
-        (["deploy", "RUN", "--max-params", "-3", "--out", "OUT"], 2, "max_params=-3"),
-        (["deploy", "RUN", "--max-params", "1.5", "--out", "OUT"], 2, "share of the dense"),
-        (["deploy", "RUN", "--max-params", "few", "--out", "OUT"], 2, "'few' is no number"),
+        (["deploy", "RUN", "--max-params", "-3", "--out", "OUT"], 2, "'-3' is no amount"),
+        (["deploy", "RUN", "--max-params", "1.5", "--out", "OUT"], 2, "nor a whole count"),
+        (["deploy", "RUN", "--max-params", "1", "--out", "OUT"], 2, "write 100% or 1x"),
+        (["deploy", "RUN", "--max-params", "1.0", "--out", "OUT"], 2, "write 100% or 1x"),
+        (["deploy", "RUN", "--max-params", "150%", "--out", "OUT"], 2, "share of the dense"),
+        (["deploy", "RUN", "--max-params", "few", "--out", "OUT"], 2, "'few' is no amount"),
         (["deploy", "RUN", "--min-accuracy", "2", "--out", "OUT"], 2, "min_accuracy=2"),
-        (["deploy", "RUN", "--out", "OUT"], 2, "give a limit"),
         (["deploy", "RUN", "--max-macs", "0.5", "--to", "onx", "--out", "OUT"], 2, "'onnx'"),
         (["deploy", "RUN", "--max-macs", "0.5", "--out", "RUN"], 2, "not empty"),
         (["deploy", "NONE", "--max-macs", "0.5", "--out", "OUT"], 2, "is no directory"),
@@ -455,17 +542,16 @@ def test_bad_input_gets_one_line(
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (["--max-macs", "-1"], "max_macs=-1 must be a finite number above 0"),
-        (["--max-macs", "0"], "max_macs=0 must be a finite number above 0"),
-        (["--max-macs", "1e999"], "max_macs=inf must be a finite number above 0"),
-        (["--max-macs", "9" * 400], "must be a finite number above 0"),
-        (["--max-macs", "9" * 6000], "is no number"),
-        (["--max-macs", "nan"], "--max-macs 'nan' is no number"),
-        (["--max-macs", "25%"], "--max-macs '25%' is no number"),
-        (["--max-params", "-0.5"], "max_params=-0.5 must be a finite number above 0"),
+        (["--max-macs", "-1"], "--max-macs '-1' is no amount"),
+        (["--max-macs", "0"], "max_macs=0.0 must be a finite number above 0"),
+        (["--max-macs", "1e999"], "'1e999' is no amount"),
+        (["--max-macs", "9" * 300], "must be a finite number above 0"),
+        (["--max-macs", "9" * 6000], "is no amount"),
+        (["--max-macs", "nan"], "--max-macs 'nan' is no amount"),
+        (["--max-params", "-0.5"], "'-0.5' is no amount"),
         (["--max-params", "0.0"], "max_params=0.0 must be a finite number above 0"),
-        (["--max-bytes", "1.5"], "max_bytes=1.5: a float is a share"),
-        (["--max-bytes", "2e6"], "Give an int for a number"),
+        (["--max-bytes", "1.5"], "--max-bytes '1.5' is neither a share below 1 nor a whole count"),
+        (["--max-bytes", "2x"], "max_bytes=2.0: a float is a share"),
         (["--max-latency", "0"], "max_latency=0.0 must be a finite number above 0"),
         (["--max-latency", "nan"], "max_latency=nan must be a finite number above 0"),
         (["--max-latency", "inf"], "max_latency=inf must be a finite number above 0"),

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
 from maestro_lod.handover import copy_on_meta
-from maestro_lod.layers.ranks import Ranks, low_rank_layers, require_low_rank, resolve, unwrapped
+from maestro_lod.layers.ranks import (
+    Ranks,
+    low_rank_layers,
+    match_ranks,
+    require_low_rank,
+    resolve,
+    unwrapped,
+)
 from maestro_lod.layers.registry import low_rank_type, opened_type
 from maestro_lod.structure import (
     OPENED,
@@ -284,6 +291,7 @@ def _load(
     state = _state(contents, file, chosen)
     _require_fit(rehearsal, contents, state, path)
     model = restructure(into, contents.structure, fill=uninitialized)
+    match_ranks(model, state)
     model.load_state_dict(_with_versions(state, model))
     for name, layer in low_rank_layers(model).items():
         layer.dense_only |= name in contents.dense_only
@@ -319,6 +327,7 @@ def _require_fit(
         _require_same_types(rehearsal, contents, state, path)
     try:
         empty = {key: value.to("meta") for key, value in state.items()}
+        match_ranks(rehearsal, empty)
         rehearsal.load_state_dict(_with_versions(empty, rehearsal))
     except RuntimeError as error:
         raise CheckpointError(f"{path} is of another model. {error}") from None

@@ -23,12 +23,20 @@ class OptionError(MaestroError, ValueError):
     """An option with a value that makes no sense."""
 
 
+class BusyError(OptionError):
+    """A directory that another process works in."""
+
+
 class TrainingError(MaestroError, RuntimeError):
     """Training that would silently do nothing or has gone wrong."""
 
 
 class CheckpointError(MaestroError, RuntimeError):
     """A file that is damaged, foreign, or of another model."""
+
+
+class OutputError(CheckpointError):
+    """A file that does not compute what the model does."""
 
 
 class DataError(MaestroError, RuntimeError):

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from maestro_lod.errors import CheckpointError, OptionError
+from maestro_lod.errors import BusyError, CheckpointError
 
 try:
     import fcntl
@@ -229,7 +229,7 @@ def _locked(directory: Path, lock: Path) -> int | None:
         except BlockingIOError:
             who = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
             _close(handle)
-            raise OptionError(
+            raise BusyError(
                 f"{directory} is in use by {' '.join(who.split())}. Wait for it to end, or give "
                 "another directory."
             ) from None

@@ -17,7 +17,9 @@ from maestro_lod.layers.ranks import (
     unwrapped,
 )
 from maestro_lod.planning import Plan, Tied, Where
+from maestro_lod.pretrained.calibration import Batches, Calibration, calibrate
 from maestro_lod.structure import (
+    Fill,
     Structure,
     dense,
     factored,
@@ -37,6 +39,7 @@ def decompose(
     skip: Where | None = None,
     ranks: Ranks | None = None,
     tied: Tied = "keep",
+    calibration: Batches | Calibration | None = None,
 ) -> nn.Module:
     """Replace layers by low-rank ones, in place; outputs are unchanged.
 
@@ -50,6 +53,10 @@ def decompose(
     factor pair; by default both are left alone, as is anything else that is tied. Layers that are
     low-rank already are kept. What is left alone, and why, is told by `survey` with the same
     arguments.
+
+    With `calibration`, batches of data or what `maestro_lod.pretrained.calibrate` made of them,
+    ranks are ordered by what the layers make of that data instead of by their weights: each number
+    of ranks is the best for the data. Use it for weights that were trained already.
 
     Create the optimizer afterwards: the factors are new Parameters.
 
@@ -65,7 +72,12 @@ def decompose(
     if not wanted and not any(row.low_rank for row in plan.rows.values()):
         raise LayerError(_why_nothing(model, plan))
     _require_usable_weights({name: plan.dense[name] for name in wanted})
-    changed = restructure(model, plan.structure(), fill=svd)
+    fill: Fill = svd
+    if calibration is not None:
+        if not isinstance(calibration, Calibration):
+            calibration = calibrate(model, calibration, only=only, skip=skip, tied=tied)
+        fill = calibration.fill()
+    changed = restructure(model, plan.structure(), fill=fill)
     return model if changed is unwrapped(model) else changed
 
 

@@ -11,7 +11,7 @@ from typing import Any
 try:
     import typer
 
-    from maestro_lod.app.commands import results, training
+    from maestro_lod.app.commands import comparing, results, training
     from maestro_lod.app.own import OwnCodeError
     from maestro_lod.app.terminal import complain
 except ImportError as missing:  # the core works without what the program needs
@@ -39,6 +39,7 @@ app.command(epilog=training.settings_help())(training.train)
 for _command in (
     training.resume,
     training.tune,
+    comparing.compare,
     results.report,
     results.summary,
     results.recipes,

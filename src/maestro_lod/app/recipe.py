@@ -195,7 +195,7 @@ def _method_name(settings: Mapping[str, Any]) -> Any:
     return settings.get("method", Recipe.model_fields["method"].default)
 
 
-def _method_of(settings: Mapping[str, Any]) -> type[Settings]:
+def method_of(settings: Mapping[str, Any]) -> type[Settings]:
     """Return the method that settings choose, by name or as a user's own package.module:class."""
     name = _method_name(settings)
     if not isinstance(name, str):
@@ -286,7 +286,7 @@ def _text_of(path: Path) -> str:
 
 def _outdated(settings: Mapping[str, Any], asked: set[str], source: str) -> set[str]:
     """Return what a recipe says, but has no place beside what is asked for."""
-    method = _explaining(source, _method_of, settings)
+    method = _explaining(source, method_of, settings)
     outdated = set(_keys_of_others(method)) if "method" in asked else set()
     if any(settings.get(key) for key in asked & {*method.alternatives}):
         outdated |= {*method.alternatives}
@@ -364,7 +364,7 @@ def _apply(change: str, settings: dict[str, Any]) -> None:
 
 def checked(settings: Mapping[str, Any], source: str) -> Recipe:
     """Return settings as a recipe, or refuse them in one line that says what is wrong where."""
-    method = _explaining(source, _method_of, settings)
+    method = _explaining(source, method_of, settings)
     kind = _recipe_of(method)
     try:
         return kind.model_validate(_explaining(source, _without_others, settings, method))

@@ -31,7 +31,7 @@ from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import count_params, summary
 from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.files import alone_in, remove_leftovers
-from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.layers.ranks import low_rank_layers, match_ranks
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train.evaluate import evaluate, to_evaluate
 from maestro_lod.train.fit import FitOptions, Watch, fit
@@ -156,6 +156,7 @@ class Run(RunDirectory):
             method = state["method"] if "method" in state else state["lod"] or {}
             if isinstance(setup.method, Reshaping):
                 setup.method.reshape(method)
+            match_ranks(setup.model, state["model"])
             setup.model.load_state_dict(state["model"])
             if self.recipe.channels_last:
                 setup.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

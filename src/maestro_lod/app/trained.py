@@ -22,13 +22,19 @@ from maestro_lod.calls import as_call, with_tensors
 from maestro_lod.checkpoint import save
 from maestro_lod.cost import Cost
 from maestro_lod.deploy.choice import best_within, cost_of
-from maestro_lod.deploy.deployment import ROUNDS, Deployment, deploy_size, eager
+from maestro_lod.deploy.deployment import (
+    ROUNDS,
+    Deployment,
+    deploy_size,
+    eager,
+    require_usable,
+)
 from maestro_lod.deploy.frontier import frontier
 from maestro_lod.deploy.latency import all_dense, latency
 from maestro_lod.deploy.limits import require_limits
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.deploy.timing import drawn_call, interleaved
-from maestro_lod.errors import OptionError, listed, nearest, require_whole
+from maestro_lod.errors import OptionError, require_whole
 from maestro_lod.files import alone_in, remove_leftovers
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import decompose, extract
@@ -47,8 +53,6 @@ from maestro_lod.train.evaluate import (
 from maestro_lod.train.fit import FitOptions
 from maestro_lod.train.healing import heal as heal_plain
 from maestro_lod.train.sample import SAMPLES, first_samples, mean_loss
-
-SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "safetensors": ".safetensors"}
 
 Progress = Callable[[int, float], None]
 
@@ -180,20 +184,21 @@ def deploy(
     batch: int = 1,
     multiple: int | None = None,
     int8: bool = False,
-    allow_slower: bool = False,
+    fast: bool = False,
     heal: int = 0,
     progress: Progress | None = None,
 ) -> Deployment:
-    """Write the best size of a run's frontier within limits to files, as `deploy_size` does.
+    """Write a run's model as it was trained, or its best size within limits, to files.
 
-    It is trained for `heal` epochs before. What was done of them is kept in the run's directory, so
-    that the same call goes on after it was stopped.
+    As `deploy_size` does; sizes are searched only if there is a limit. It is trained for `heal`
+    epochs before; what was done of them is kept in the run's directory, so that the same call goes
+    on after it was stopped.
     """
     require_deployable(limits, formats, out, int8=int8)
     require_whole("heal", heal)
     return deploy_size(
         trained.model,
-        frontier_of(trained, progress),
+        frontier_of(trained, progress) if limits else None,
         out,
         example=trained.example(batch),
         formats=formats,
@@ -202,7 +207,7 @@ def deploy(
         heal=partial(_healed, trained, heal) if heal else None,
         multiple=multiple,
         int8=int8,
-        allow_slower=allow_slower,
+        fast=fast,
         **limits,
     )
 
@@ -222,17 +227,11 @@ def require_deployable(
     limits: Mapping[str, float], formats: Sequence[str], out: Path, *, int8: bool = False
 ) -> None:
     """Refuse what cannot be meant before anything is loaded, searched or written."""
-    require_limits(limits)
-    for format_ in formats:
-        if format_ not in SUFFIXES:
-            raise OptionError(
-                f"there is no format {format_!r}.{nearest(format_, SUFFIXES)} Formats: "
-                f"{listed(SUFFIXES)}."
-            )
+    if limits:
+        require_limits(limits)
+    require_usable(out, formats)
     if int8 and "onnx" not in formats:
         raise OptionError("--int8 is for ONNX files: add --to onnx, or leave it out.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OptionError(f"--out {out} exists and is not empty. Give another.")
 
 
 # -- comparison --------------------------------------------------------------------------------
@@ -247,7 +246,7 @@ def bench(
 ) -> str:
     """Return a table of dense, trained and deployed sizes: cost, latency and test metrics."""
     found, example = frontier_of(trained, progress), trained.example(batch)
-    models = _models_to_bench(trained, found, shares, example)
+    models = _models_to_bench(trained, found, shares)
     tests = {name: trained.tested(model) for name, model in models.items()}
     runs = drawn_call(as_call(example), device_of(trained.model))
     with torch.inference_mode():
@@ -270,14 +269,14 @@ def bench(
 
 
 def _models_to_bench(
-    trained: Trained, found: Frontier, shares: Sequence[float], example: Any
+    trained: Trained, found: Frontier, shares: Sequence[float]
 ) -> dict[str, nn.Module]:
     """Return the dense model, the trained one, and those sizes that the frontier reaches."""
-    model, measured = trained.model, latency(trained.model, example)
-    models = {"dense": trained.dense(), "as trained": extract(model, by=measured)}
+    model = trained.model
+    models = {"dense": trained.dense(), "as trained": extract(model)}
     for share in shares:
         with suppress(OptionError):  # the frontier does not reach so far down
-            small = best_within(model, found, measured, trained.data.example, max_macs=share)
+            small = best_within(model, found, trained.data.example, max_macs=share)
             models[f"MACs ≤ {share:g}×"] = small
     return models
 

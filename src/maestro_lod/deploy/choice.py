@@ -34,15 +34,19 @@ class GivenForms:
 
 @dataclass
 class Choice:
-    """The best size of a frontier within limits, in the fastest forms that they allow."""
+    """The best size of a frontier within limits: in the smallest forms, or in the fastest.
+
+    Where times were `measured`, layers that are slower factored are multiplied out, as far as
+    limits on the size allow.
+    """
 
     model: nn.Module
     sizes: Frontier
     limits: Mapping[str, float]
-    measured: Latency
     example: Example
-    multiple: int | None
-    judge: Judge | None
+    measured: Latency | None = None
+    multiple: int | None = None
+    judge: Judge | None = None
     costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +62,7 @@ class Choice:
                 ranks = round_ranks(self.model, ranks, multiple=self.multiple)
             if any(ranks == other.ranks for other in tried):
                 continue
-            size, forms = self._fastest(replace(point, ranks=ranks))
+            size, forms = self._in_forms(replace(point, ranks=ranks))
             if ranks != point.ranks and self.judge is not None and self._holds(size, self.limits):
                 again = self.judge(ranks)  # what a rounded size is worth was not searched
                 size = replace(size, loss=again.loss, accuracy=again.accuracy)
@@ -75,21 +79,23 @@ class Choice:
             f"limits{', or another multiple to round to' if self.multiple else ''}."
         )
 
-    def _fastest(self, point: Point) -> tuple[Point, dict[str, PlainForm]]:
-        """Multiply out the layers that are slower factored, as long as limits on the size hold.
+    def _in_forms(self, point: Point) -> tuple[Point, dict[str, PlainForm]]:
+        """Choose the form of each layer.
 
         Returns the point with the costs of this, whether or not it is within the limits.
         """
-        by_size = ("max_params", "max_macs", "max_bytes")
-        sizes = {key: limit for key, limit in self.limits.items() if key in by_size}
-        forms = better_forms(self.model, point.ranks)
+        forms, measured = better_forms(self.model, point.ranks), self.measured
 
         def in_forms(forms: Mapping[str, PlainForm]) -> Point:
-            seconds = self.measured.predict(point.ranks, forms=forms)
+            seconds = None if measured is None else measured.predict(point.ranks, forms=forms)
             return replace(point, latency=seconds, **asdict(self.costs.at(point.ranks, forms)))
 
+        if measured is None:
+            return in_forms(forms), forms
+        by_size = ("max_params", "max_macs", "max_bytes")
+        sizes = {key: limit for key, limit in self.limits.items() if key in by_size}
         for name, form in [*forms.items()]:
-            if form == "factored" and self.measured.choose(name, point.ranks[name]) == "dense":
+            if form == "factored" and measured.choose(name, point.ranks[name]) == "dense":
                 tried: dict[str, PlainForm] = {**forms, name: "dense"}
                 if not sizes or self._holds(in_forms(tried), sizes):
                     forms = tried
@@ -100,11 +106,9 @@ class Choice:
         return bool(replace(self.sizes, points=(point,)).within(limits))
 
 
-def best_within(
-    model: nn.Module, sizes: Frontier, measured: Latency, example: Example, **limits: float
-) -> nn.Module:
-    """Return the plain model of the best size within limits, in the fastest forms they allow."""
-    return Choice(model, sizes, limits, measured, example, None, None).best()[1]
+def best_within(model: nn.Module, sizes: Frontier, example: Example, **limits: float) -> nn.Module:
+    """Return the plain model of the best size within limits."""
+    return Choice(model, sizes, limits, example).best()[1]
 
 
 def cost_of(plain: nn.Module, example: Example) -> Cost:

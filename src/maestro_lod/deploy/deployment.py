@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from maestro_lod.calls import Example, as_call
-from maestro_lod.deploy.choice import Choice, Judge
+from maestro_lod.deploy.choice import Choice, Judge, cost_of
 from maestro_lod.deploy.export import FORMATS, Exported, export, opened
-from maestro_lod.deploy.latency import all_dense, latency
+from maestro_lod.deploy.latency import all_dense, latency, round_ranks
 from maestro_lod.deploy.limits import Point, require_limits
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.deploy.timing import batch_of, drawn_call, interleaved
 from maestro_lod.deploy.timing import run as run_call
-from maestro_lod.errors import OptionError, listed, nearest
+from maestro_lod.errors import LayerError, OptionError, OutputError, listed, nearest
 from maestro_lod.files import replacing, replacing_directory
+from maestro_lod.layers.ranks import ranks as ranks_of
+from maestro_lod.surgery import extract
 from maestro_lod.table import table
 from maestro_lod.train.evaluate import device_of
 
@@ -41,6 +42,7 @@ class Deployed:
     """Its path is the name alone, in the directory that it is deployed to."""
     seconds: float
     dense_seconds: float
+    dense_bytes: int
 
     @property
     def over_dense(self) -> float:
@@ -51,8 +53,9 @@ class Deployed:
 class Deployment:
     """What `deploy` chose and wrote."""
 
-    point: Point
-    """The size, with the costs of the form that was written and the latency that was predicted."""
+    point: Point | None
+    """The chosen size, with the costs of the form that was written; None if as it was trained."""
+    ranks: dict[str, int]
     params: int
     macs: int
     dense_params: int
@@ -62,6 +65,8 @@ class Deployment:
     unhealed_test: dict[str, float] | None
     """Of the size before it was healed; None if it was not."""
     files: list[Deployed]
+    left_out: dict[str, str]
+    """What was asked for and not written, by its name, and why."""
     batch: int
     threads: int
 
@@ -73,28 +78,28 @@ class Deployment:
                 "seconds": deployed.seconds,
                 "dense_seconds": deployed.dense_seconds,
                 "latency_over_dense": deployed.over_dense,
+                "dense_bytes": deployed.dense_bytes,
             }
             for deployed in self.files
         ]
-        return {**asdict(self), "point": asdict(self.point), "files": files}
+        return {**asdict(self), "files": files}
 
     def __str__(self) -> str:
         rows = [
             (
                 deployed.file.path.name,
                 f"{deployed.file.bytes:,}",
-                f"{deployed.file.size_ratio:.2f}×",
-                f"{deployed.file.difference:.0e}",
+                f"{deployed.file.bytes / deployed.dense_bytes:.2f}×",
                 f"{1e3 * deployed.seconds:.3f} ms",
                 f"{deployed.over_dense:.2f}×",
-                f"{self.macs / self.dense_macs:.2f}×",
+                f"{deployed.file.difference:.0e}",
             )
             for deployed in self.files
         ]
-        header = ("file", "bytes", "of weights", "difference", "latency", "of dense", "MACs")
+        header = ("file", "bytes", "of dense", "latency", "of dense", "difference")
         lines = [
             f"params {self.params:,} ({self.params / self.dense_params:.2f}×)  "
-            f"MACs {self.macs:,} ({self.macs / self.dense_macs:.2f}×)  "
+            f"MACs {self.macs:,} ({self.macs / max(self.dense_macs, 1):.2f}×)  "
             f"at batch {self.batch}, {self.threads} threads",
         ]
         for name, value in self.test.items():
@@ -102,12 +107,12 @@ class Deployment:
             if self.unhealed_test is not None:
                 beside = f"before healing {self.unhealed_test[name]:.4f}, {beside}"
             lines.append(f"test {name} {value:.4f}  ({beside})")
-        return "\n".join([*lines, "", table(header, rows, right=range(1, 7))])
+        return "\n".join([*lines, "", table(header, rows, right=range(1, 6))])
 
 
 def deploy_size(
     model: nn.Module,
-    sizes: Frontier,
+    sizes: Frontier | None,
     out: str | os.PathLike[str],
     *,
     example: Example,
@@ -117,7 +122,7 @@ def deploy_size(
     heal: Callable[[nn.Module], object] | None = None,
     multiple: int | None = None,
     int8: bool = False,
-    allow_slower: bool = False,
+    fast: bool = False,
     **limits: float,
 ) -> Deployment:
     """Write the best size within limits to files in each format, verified, tested and timed.
@@ -125,43 +130,48 @@ def deploy_size(
     >>> sizes = lod.frontier(model, loss)
     >>> lod.deploy_size(model, sizes, "phone", example=x, max_macs=0.25, formats=["onnx", "pt2"])
 
-    `limits` are those of `Frontier.pick`. They hold for what is written: ranks rounded if to a
-    `multiple` (then `judge(ranks)` says how good that is), latency on this machine at the example's
-    batch size. Layers that are slower factored are multiplied out as far as the limits allow.
-    `test(plain)` may recalibrate the plain model and returns what to report of it; `heal(plain)`
-    may train it before that, and the report says what it was without. A file that
-    takes longer than the limit is refused, and so is one that is slower than the dense model in its
-    format, unless `allow_slower`; then nothing is left of any.
+    Without limits the model is written as it was trained, and `sizes` may be None. `limits` are
+    those of `Frontier.pick`. They hold for what is written: ranks rounded if to a `multiple` (then
+    `judge(ranks)` says how good that is), latency on this machine at the example's batch size.
+    `fast`, and a limit on latency, trade size for speed: layers that are slower factored are
+    multiplied out as far as the limits allow. `test(plain)` may recalibrate the plain model and
+    returns what to report of it; `heal(plain)` may train it before, and the report says what it was
+    without.
+
+    A file that cannot be exported or verified, takes longer than the limit or, if it is to be
+    `fast`, than the dense model, or is int8 and no smaller for it, is left out, and the result says
+    why. If none is left it is an error, and nothing is there.
     """
     out = Path(out)
-    require_limits(limits)
-    _require_usable(out, formats)
-    measured = latency(model, example)
-    sizes = sizes.with_latency(measured.predict, measured.dense)  # its own are of another batch
-    choice = Choice(model, sizes, limits, measured, example, multiple, judge)
-    point, small = choice.best()
+    require_usable(out, formats)
+    chosen = _Chosen.of(model, sizes, limits, example, multiple, judge, fast)
     dense, test = all_dense(model), test or (lambda plain: {})
     unhealed = None
     if heal is not None:
-        unhealed = test(small)
-        heal(small)
-    reached, of_dense = test(small), test(dense)
-    batch = batch_of(as_call(example))
+        unhealed = test(chosen.plain)
+        heal(chosen.plain)
+    reached, of_dense = test(chosen.plain), test(dense)
+    cost, dense_cost = (cost_of(plain, example) for plain in (chosen.plain, dense))
     with replacing_directory(out) as place:
-        kinds: list[tuple[str, Any]] = [(format_, None) for format_ in formats]
-        kinds += [("onnx", "int8")] if int8 and "onnx" in formats else []
-        files = [_written(small, dense, place, *kind, example) for kind in kinds]
-        _require_fast(files, batch, limits.get("max_latency", math.inf), allow_slower)
+        writer = _Writer(chosen.plain, dense, place, example, limits.get("max_latency"), fast)
+        for format_ in formats:
+            writer.write(format_)
+        if int8 and "onnx" in formats:
+            writer.write("onnx", "int8")
+        if not writer.files:
+            raise OptionError(" ".join(dict.fromkeys(writer.left_out.values())))
         deployment = Deployment(
-            point, point.params, point.macs or 0, sizes.dense.params, sizes.dense.macs or 0,
-            reached, of_dense, unhealed, files, batch, torch.get_num_threads(),
+            chosen.point, chosen.ranks, cost.params, cost.macs or 0, dense_cost.params,
+            dense_cost.macs or 0, reached, of_dense, unhealed, [*writer.files.values()],
+            writer.left_out, writer.batch, torch.get_num_threads(),
         )  # fmt: skip
         with replacing(place / "deploy.json") as description:
             description.write_text(json.dumps(deployment.to_dict(), indent=1))
     return deployment
 
 
-def _require_usable(out: Path, formats: Sequence[str]) -> None:
+def require_usable(out: Path, formats: Sequence[str]) -> None:
+    """Refuse a place that is taken, and formats that are not known."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OptionError(f"{out} exists and is not empty. Give another place.")
     if unknown := [name for name in formats if name not in FORMATS]:
@@ -171,47 +181,114 @@ def _require_usable(out: Path, formats: Sequence[str]) -> None:
         )
 
 
-def _require_fast(
-    files: Sequence[Deployed], batch: int, most_seconds: float, allow_slower: bool
-) -> None:
-    """Refuse files that take longer than asked for, or than the dense model does."""
-    longest = max(files, key=lambda file: file.seconds)
-    if longest.seconds > most_seconds * _NOISE:
-        raise OptionError(
-            f"{longest.file.path.name} takes {1e3 * longest.seconds:.3g} ms here at batch "
-            f"{batch}, above max_latency={most_seconds!r}. Allow more time, or ask for a smaller "
-            "size too, such as by max_macs."
-        )
-    worst = max(files, key=lambda file: file.over_dense)
-    if worst.over_dense > _NOISE and not allow_slower:
-        raise OptionError(
-            f"{worst.file.path.name} would be {worst.over_dense:.2f}× as slow as its dense form "
-            f"here, at batch {batch}. Try a larger batch or a smaller size, or take it as it is: "
-            "allow_slower."
-        )
+@dataclass(frozen=True)
+class _Chosen:
+    """The size to write, and its plain model."""
+
+    plain: nn.Module
+    ranks: dict[str, int]
+    point: Point | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        sizes: Frontier | None,
+        limits: Mapping[str, float],
+        example: Example,
+        multiple: int | None,
+        judge: Judge | None,
+        fast: bool,
+    ) -> _Chosen:
+        """Choose within limits, or take the model as it was trained if there are none."""
+        if limits:
+            require_limits(limits)
+            if sizes is None:
+                raise OptionError(f"{listed(limits)} need sizes to choose from: frontier(…).")
+        measured = latency(model, example) if fast or "max_latency" in limits else None
+        if not limits or sizes is None:
+            ranks = ranks_of(model)
+            if multiple is not None:
+                ranks = round_ranks(model, ranks, multiple=multiple)
+            return cls(extract(model, ranks, by=measured or "params"), ranks)
+        if measured is not None:  # the times of the frontier are those of another batch
+            sizes = sizes.with_latency(measured.predict, measured.dense)
+        point, plain = Choice(model, sizes, limits, example, measured, multiple, judge).best()
+        return cls(plain, point.ranks, point)
 
 
-def _written(
-    small: nn.Module, dense: nn.Module, folder: Path, format_: str, quantize: Any, example: Any
-) -> Deployed:
-    """Export a model, and time the file beside the dense model in the same format."""
-    name = f"model.{quantize}" if quantize else "model"
-    path = folder / f"{name}.{format_}"
-    file = export(small, path, example=example, quantize=quantize)
-    runs = drawn_call(as_call(example), device_of(small))
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        other = Path(scratch) / path.name
-        export(dense, other, example=example)
-        if format_ == "safetensors":  # rebuilt, it is the model itself
-            run_small, run_dense = eager(small, runs), eager(dense, runs)
+@dataclass
+class _Writer:
+    """Writes files into a directory, and times each beside the dense model in the same format."""
+
+    small: nn.Module
+    dense: nn.Module
+    folder: Path
+    example: Example
+    most_seconds: float | None
+    fast: bool
+    files: dict[str, Deployed] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        return batch_of(as_call(self.example))
+
+    def write(self, format_: str, quantize: Literal["int8"] | None = None) -> None:
+        """Write one file, or note why it is left out."""
+        name = f"model.{quantize}.{format_}" if quantize else f"model.{format_}"
+        try:
+            file = self._written(self.folder / name, format_, quantize)
+        except (LayerError, OptionError, OutputError) as error:  # not a full disk
+            self.left_out[name] = str(error)
+            return
+        if why := self._against(file):
+            self.left_out[name] = why
+            (self.folder / name).unlink()
         else:
-            small_file, dense_file = opened(path), opened(other)
-            run_small, run_dense = lambda: small_file(runs), lambda: dense_file(runs)
-        with torch.inference_mode():
-            times = interleaved({"small": run_small, "dense": run_dense}, rounds=ROUNDS)
-    ratio = statistics.median(a / b for a, b in zip(times["small"], times["dense"], strict=True))
-    seconds = statistics.median(times["dense"])
-    return Deployed(replace(file, path=Path(path.name)), ratio * seconds, seconds)
+            self.files[name] = file
+
+    def _against(self, written: Deployed) -> str | None:
+        """Say why a file is not good enough to be kept, or None."""
+        name, most = written.file.path.name, self.most_seconds
+        if most is not None and written.seconds > most * _NOISE:
+            return (
+                f"{name} takes {1e3 * written.seconds:.3g} ms here at batch {self.batch}, above "
+                f"max_latency={most!r}. Allow more time, or ask for a smaller size too, such as by "
+                "max_macs."
+            )
+        if self.fast and written.over_dense > _NOISE:
+            return (
+                f"{name} would be {written.over_dense:.2f}× as slow as its dense form here, at "
+                f"batch {self.batch}. Try a larger batch or a smaller size, or take it as it is: "
+                "without fast."
+            )
+        usual = self.files.get("model.onnx")
+        if written.file.quantize and usual and written.file.bytes >= usual.file.bytes:
+            return (
+                f"{name} has {written.file.bytes:,} bytes, {usual.file.path.name} "
+                f"{usual.file.bytes:,}: a model this small is no smaller in int8."
+            )
+        return None
+
+    def _written(self, path: Path, format_: str, quantize: Literal["int8"] | None) -> Deployed:
+        file = export(self.small, path, example=self.example, quantize=quantize)
+        runs = drawn_call(as_call(self.example), device_of(self.small))
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            other = Path(scratch) / f"dense.{format_}"
+            beside = export(self.dense, other, example=self.example)
+            if format_ == "safetensors":  # rebuilt, it is the model itself
+                run_small, run_dense = eager(self.small, runs), eager(self.dense, runs)
+            else:
+                small_file, dense_file = opened(path), opened(other)
+                run_small, run_dense = lambda: small_file(runs), lambda: dense_file(runs)
+            with torch.inference_mode():
+                times = interleaved({"small": run_small, "dense": run_dense}, rounds=ROUNDS)
+        pairs = zip(times["small"], times["dense"], strict=True)
+        ratio = statistics.median(a / b for a, b in pairs)
+        dense_seconds = statistics.median(times["dense"])
+        named = replace(file, path=Path(path.name))
+        return Deployed(named, ratio * dense_seconds, dense_seconds, beside.bytes)
 
 
 def eager(model: nn.Module, runs: Any) -> Callable[[], object]:

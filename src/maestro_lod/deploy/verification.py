@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from maestro_lod.calls import Call
 from maestro_lod.deploy.timing import batch_of, run
-from maestro_lod.errors import CheckpointError, LayerError
+from maestro_lod.errors import LayerError, OutputError
 
 TOLERANCE = 1e-4
 """How far the outputs of a file may be from the model's, relative to the largest of these. For
@@ -35,11 +35,11 @@ def require_same_outputs(
         where = f"{path.name} was not written: at batch size {batch_of(call)} the file gives"
         if [t.shape for t in expected] != [t.shape for t in got]:
             shapes = [tuple(t.shape) for t in got], [tuple(t.shape) for t in expected]
-            raise CheckpointError(f"{where} outputs of shapes {shapes[0]} instead of {shapes[1]}.")
+            raise OutputError(f"{where} outputs of shapes {shapes[0]} instead of {shapes[1]}.")
         for one, other in zip(expected, got, strict=True):
             worst = max(worst, _difference(one.cpu().double(), other.cpu().double()))
         if not worst <= limit:
-            raise CheckpointError(
+            raise OutputError(
                 f"{where} outputs that are off by {worst:.1e} of the largest, more than "
                 f"{limit:.0e}. Try another format, or the model in float32."
             )

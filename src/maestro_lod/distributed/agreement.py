@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from maestro_lod.distributed.ddp import joining, wrappers_of
+from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.distributed.processes import (
     Group,
     require_agreement,
@@ -57,14 +58,14 @@ class Agreement:
         return self._wrappers
 
     @property
-    def _group(self) -> Group | None:
+    def group(self) -> Group | None:
         """The processes that train this model; None if this one is alone."""
-        group = self.wrappers[0].process_group if self.wrappers else None
+        group = self.wrappers[0].process_group if self.wrappers else shard_group(self._model)
         return group if group is not None and group.size() > 1 else None
 
     def before_step(self, facts: Callable[[], Facts]) -> None:
         """Compare processes if it is time."""
-        if (group := self._group) is None:
+        if (group := self.group) is None:
             return
         if self._at_first is None:
             self._at_first = facts()
@@ -80,7 +81,7 @@ class Agreement:
         Inside `join()` some stop before others. All then take over what the last one has: the
         model is the same by DDP's own doing, and so become LoD and optimizer.
         """
-        if (group := self._group) is None:
+        if (group := self.group) is None:
             return
         require_agreement(self._at_first or train.facts(), group)
         steps = told_by_all((self._steps, self._joined), group)

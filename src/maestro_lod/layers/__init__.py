@@ -6,9 +6,11 @@ from maestro_lod.layers.attention import Attention
 from maestro_lod.layers.conv import LowRankConv, LowRankConvTranspose
 from maestro_lod.layers.embedding import LowRankEmbedding, SharedHead
 from maestro_lod.layers.experts import ROUTED, Experts, SortedExperts, Stack, StackedProduct
+from maestro_lod.layers.factors import RanksCutWarning
 from maestro_lod.layers.linear import LowRankLinear, LowRankTransposedLinear
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.matrix import LowRankMatrix
+from maestro_lod.layers.ranks import match_ranks
 from maestro_lod.layers.recurrent import Matrix, Product, Recurrent
 from maestro_lod.layers.registry import Opened, register
 from maestro_lod.layers.stack import LowRankStack
@@ -35,10 +37,12 @@ __all__ = [
     "Matrix",
     "Opened",
     "Product",
+    "RanksCutWarning",
     "Recurrent",
     "SharedHead",
     "SortedExperts",
     "Stack",
     "StackedProduct",
+    "match_ranks",
     "register",
 ]

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maestro_lod.layers.lowrank import LowRank, PlainForm, empty_like_weight
+from maestro_lod.layers.lowrank import LowRank, PlainForm, Split, empty_like_weight
 from maestro_lod.layers.registry import register
+from maestro_lod.layers.svd import svd_factors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,8 +39,10 @@ class LowRankEmbedding(LowRank):
         return layer.train(dense.training)
 
     @classmethod
-    def from_dense(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        layer = super().from_dense(dense, rank)
+    def from_dense(
+        cls, dense: nn.Module, rank: int | None = None, *, split: Split = svd_factors
+    ) -> Self:
+        layer = super().from_dense(dense, rank, split=split)
         assert isinstance(dense, nn.Embedding)
         padding = dense.padding_idx
         if padding is not None and not bool(dense.weight[padding].any()):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,10 @@ def _changeable(number: int, device: torch.device) -> Tensor:
         return torch.tensor(number, device=device)
 
 
+class RanksCutWarning(UserWarning):
+    """A state with fewer ranks was loaded into a model, which has lost the others."""
+
+
 class Factors(nn.Module):
     """Two factors whose ranks can be used, resized and loaded up to any number of them."""
 
@@ -35,6 +40,8 @@ class Factors(nn.Module):
     positions: int | None
     """Where the last forward applied the weight (batch included); None if there was none."""
     _limit: Tensor
+    _holders: tuple[Any, Any] | None = None
+    """Who holds the parts of `u` and `v` where they are sharded over processes."""
 
     def __init__(
         self, u: Tensor, v: Tensor, bias: Tensor | None, *, groups: int = 1, trainable: bool = True
@@ -60,6 +67,18 @@ class Factors(nn.Module):
     def rank(self) -> int:
         """The number of ranks that are stored."""
         return self.v.shape[0]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the factors are held in parts by several processes."""
+        return self._holders is not None
+
+    def stored_factors(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """Return `u` and `v` as an optimizer holds them: in parts, even while all is gathered."""
+        if self._holders is None:
+            return self.u, self.v
+        u, v = self._holders
+        return u.sharded_param, v.sharded_param
 
     @property
     def full_rank(self) -> int:
@@ -172,6 +191,19 @@ class Factors(nn.Module):
         self.u.requires_grad_(u)
         self.v.requires_grad_(v)
 
+    def rank_in(self, state: Mapping[str, Any], prefix: str) -> int | None:
+        """Return the rank that this layer has in a state; None if it is not there, or not so."""
+        u, v = state.get(f"{prefix}u"), state.get(f"{prefix}v")
+        if not (isinstance(u, Tensor) and isinstance(v, Tensor) and u.ndim > 1 and v.ndim > 1):
+            return None
+        rank = v.shape[0]
+        fits = (
+            u.shape == (self.u.shape[0], rank, *self.u.shape[2:])
+            and v.shape[1:] == self.v.shape[1:]
+            and rank <= self.full_rank
+        )
+        return rank if fits else None
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -185,21 +217,37 @@ class Factors(nn.Module):
         """Take the rank from the incoming shapes, so that any trainer's resume works."""
         u, v = state_dict.get(f"{prefix}u"), state_dict.get(f"{prefix}v")
         if isinstance(u, Tensor) and isinstance(v, Tensor) and v.ndim == self.v.ndim:
-            rank = v.shape[0]
-            if u.ndim != self.u.ndim or u.shape[1] != rank or rank > self.full_rank:
+            if u.ndim != self.u.ndim or u.shape[1] != v.shape[0] or v.shape[0] > self.full_rank:
                 error_msgs.append(
                     f"factors of {prefix.rstrip('.') or 'the model itself'} do not fit together: "
                     f"u {tuple(u.shape)}, v {tuple(v.shape)}, full rank {self.full_rank}."
                 )
                 return
-            same_otherwise = (
-                u.shape[:1] + u.shape[2:] == self.u.shape[:1] + self.u.shape[2:]
-                and v.shape[1:] == self.v.shape[1:]
-            )
-            if rank != self.rank and same_otherwise:
+            rank = self.rank_in(state_dict, prefix)
+            if rank is not None and rank != self.rank:
+                _warn_of_cut(prefix, self.rank, rank, error_msgs)
                 self.resize(rank)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self._place_limit()
         self.freeze_if_empty()
+
+
+_warned: list[str] | None = None  # the list of errors of the load that was warned of last
+
+
+def _warn_of_cut(prefix: str, stored: int, loaded: int, errors: list[str]) -> None:
+    """Warn once per load, which is known by its list of errors, that it cuts layers."""
+    global _warned
+    if loaded >= stored or errors is _warned:
+        return
+    _warned = errors
+    warnings.warn(
+        f"load_state_dict cut {prefix.rstrip('.') or 'the model itself'} from rank {stored} to "
+        f"{loaded}, the rank of the loaded state, and maybe other layers. If the state is a "
+        "smaller model's and this one is to stay large, use maestro_lod.federated.aggregate; if "
+        "it is a checkpoint, maestro_lod.layers.match_ranks(model, state) before says so.",
+        RanksCutWarning,
+        stacklevel=2,
+    )

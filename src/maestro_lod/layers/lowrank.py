@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -25,6 +26,9 @@ from maestro_lod.layers.svd import svd_factors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+Split: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""Splits matrices (groups, m, n) into (groups, m, rank) and (groups, rank, n)."""
 
 PlainForm: TypeAlias = Literal["dense", "factored"]
 """What a low-rank layer becomes when it is deployed: one plain layer, or one per factor."""
@@ -167,13 +171,18 @@ class LowRank(Factors):
     # -- the factors ---------------------------------------------------------------------------
 
     @classmethod
-    def from_dense(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        """Return a layer with the leading singular directions of `dense`; `dense` is untouched."""
+    def from_dense(
+        cls, dense: nn.Module, rank: int | None = None, *, split: Split = svd_factors
+    ) -> Self:
+        """Return a layer with the leading directions of `dense`, which is untouched.
+
+        They are the singular ones, unless matrices are to be split in another way.
+        """
         layer = cls.like(dense, rank)
         weight, bias = dense.weight, dense._parameters.get("bias")
         assert isinstance(weight, Tensor)
         with torch.no_grad():
-            layer._set_matrices(*svd_factors(layer.to_matrices(weight), layer.rank))
+            layer._set_matrices(*split(layer.to_matrices(weight), layer.rank))
             if bias is not None and layer.bias is not None:
                 layer.bias.copy_(bias).requires_grad_(bias.requires_grad)
         layer.freeze_if_empty()
@@ -181,11 +190,16 @@ class LowRank(Factors):
 
     def _set_matrices(self, left: Tensor, right: Tensor) -> None:
         """Copy (groups, m, r) and (groups, r, n) matrices into `u` and `v`."""
+        u, v = self.factors_of(left, right)
+        self.u.copy_(u)
+        self.v.copy_(v)
+
+    def factors_of(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Give (groups, m, r) and (groups, r, n) matrices the layout of `u` and `v`."""
         r, groups = self.rank, self.groups
         out, kernel = self.u.shape[0] // groups, math.prod(self.u.shape[2:])
         left = left.reshape(groups, out, kernel, r).transpose(2, 3)  # (groups, out, r, kernel)
-        self.u.copy_(left.reshape(self.u.shape))
-        self.v.copy_(right.transpose(0, 1).reshape(self.v.shape))
+        return left.reshape(self.u.shape), right.transpose(0, 1).reshape(self.v.shape)
 
     def _matrices(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """View factors as (groups, m, r) and (groups, r, n) matrices."""

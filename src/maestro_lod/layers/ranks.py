@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -129,6 +130,17 @@ def resolve_for(model: nn.Module, given: Ranks | None) -> dict[str, int]:
     if given is not None:
         chosen |= resolve(given, _limits(layers))
     return chosen
+
+
+def match_ranks(model: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:
+    """Give the layers the ranks that they have in a state, in place; their contents are undefined.
+
+    `load_state_dict` does so too, but warns where it cuts: this says that it is wanted.
+    """
+    for name, layer in low_rank_layers(model).items():
+        rank = layer.rank_in(state, prefix + (f"{name}." if name else ""))
+        if rank is not None and rank != layer.rank:
+            layer.resize(rank)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def svd_factors(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
             directions = _leading_directions(wide, rank)
             torch.matmul(directions.mT, wide, out=right[part])
             left[part] = directions
-            _balance(left[part], right[part])
+            balance(left[part], right[part])
     return left, right
 
 
@@ -64,8 +64,13 @@ def _leading_directions(matrices: Tensor, rank: int) -> Tensor:
         return exact[:, :, :rank]
     if side >= _SKETCH_SIDE and rank <= _SKETCH_SHARE * side:
         return _sketched_directions(matrices, rank)
-    vectors: Tensor = torch.linalg.eigh(_gram(matrices)).eigenvectors
-    return vectors[:, :, -rank:].flip(-1).to(matrices.dtype)
+    return leading_eigenvectors(_gram(matrices), rank).to(matrices.dtype)
+
+
+def leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
+    """Return the eigenvectors of the largest eigenvalues, largest first; reads lower triangles."""
+    vectors: Tensor = torch.linalg.eigh(gram).eigenvectors
+    return vectors[..., -rank:].flip(-1)
 
 
 def _gram(matrices: Tensor) -> Tensor:
@@ -92,8 +97,11 @@ def _sketched_directions(matrices: Tensor, rank: int) -> Tensor:
     return basis @ vectors[:, :, -rank:].flip(-1).to(basis.dtype)
 
 
-def _balance(left: Tensor, right: Tensor) -> None:
-    """Give √S to each side, in place, and a free direction to each rank without singular value."""
+def balance(left: Tensor, right: Tensor) -> None:
+    """Give √S to each side, in place, and a free direction to each rank without singular value.
+
+    `left` comes with columns of length 1, so that the rows of `right` are as long as S says.
+    """
     rows = torch.split(right, _ROWS_AT_ONCE, dim=1)  # to float64, as squares of tiny numbers need
     values = torch.cat([torch.linalg.vector_norm(r, dim=2, dtype=torch.float64) for r in rows], 1)
     largest = values.amax(dim=1, keepdim=True)

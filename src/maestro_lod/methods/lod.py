@@ -55,10 +55,10 @@ class LoDSettings(Settings):
     alternatives = ("penalty", "pressure", "budget", "elastic")
 
     decompose: Decomposition = Decomposition()
-    penalty: float = setting(0.0, "λ of the group lasso", least=0.0)
-    pressure: float = setting(0.0, "λ without units, instead of penalty", least=0.0)
     budget: Budget | None = None
     elastic: float = setting(0.0, "the share of dense down to which every size is trained", least=0)
+    penalty: float = setting(0.0, "λ of the group lasso, instead of a budget", least=0.0)
+    pressure: float = setting(0.0, "λ without units, to search on", least=0.0)
     threshold: float = setting(1e-7, "importance of ranks to remove", least=0.0)
     sampling: str = setting("pairs", "of the rank of a step", choices=STRATEGIES)
     proximal: bool = setting(False, "exact zeros under any optimizer")
@@ -71,9 +71,7 @@ class LoDSettings(Settings):
         if self.distill and not self.full_pass:
             raise OptionError("distill needs its teacher: set full_pass=true too.")
         if self.budget is not None and (self.penalty or not self.shrink):
-            raise OptionError(
-                "budget steers the penalty and shrinks: leave penalty and shrink out."
-            )
+            raise OptionError("budget removes ranks by itself: leave penalty and shrink out.")
         if self.elastic and (self.budget is not None or self.penalty or self.pressure):
             raise OptionError(
                 "elastic trains every size and presses none: leave penalty, pressure and budget "

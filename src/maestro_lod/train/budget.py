@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from maestro_lod.distributed.shards import zero_behind_
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.train.allocation import allocation, smallest_cost
@@ -112,8 +113,9 @@ class Landing:
     def _clear(self, model: nn.Module, optimizer: Optimizer) -> None:
         for name, layer in low_rank_layers(model).items():
             if (rank := self.ranks[name]) < layer.rank:
-                layer.u[:, rank:].zero_()
-                layer.v[rank:].zero_()
+                u, v = layer.stored_factors()
+                zero_behind_(u, 1, rank)
+                zero_behind_(v, 0, rank)
                 clear_moments(layer, rank, optimizer)
 
     def due(self, epochs: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,8 @@ def fit(
         require_finite_parameters(model)
         method.end_epoch(last=progress.epoch + 1 == epochs)
         said = method.record()
+        if said.note is not None:
+            warnings.warn(said.note, UserWarning, stacklevel=2)
         recalibrate(model, train_data, options.recalibration, amp=options.amp)
         reached: dict[str, float] = {}
         if validation is not None:

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from maestro_lod.calls import Example
 from maestro_lod.distributed.agreement import Agreement
 from maestro_lod.distributed.ddp import renew, wrappers_of
+from maestro_lod.distributed.fsdp import adopt_shards
 from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
     OptionError,
@@ -39,11 +40,12 @@ from maestro_lod.train.shrink import (
     ranks_above,
     require_averaged,
     require_optimizer,
-    require_unsharded,
+    unwrapped_optimizer,
 )
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
 from maestro_lod.train.unmoved import Grace, at_least
+from maestro_lod.train.unshrunk import unshrunk
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +93,10 @@ class LoD:
         budget = isinstance(strength := require_strength(penalty), Budget)
         if budget and threshold is None:
             raise OptionError("a budget has to remove ranks: leave threshold=None out.")
+        optimizer = unwrapped_optimizer(optimizer)
         self.model, self.optimizer = unwrapped(model), optimizer
         require_all_active(self.model, "training")
-        require_unsharded(self.model)
+        adopt_shards(self.model)
         self.threshold = None if threshold is None else require_nonnegative("threshold", threshold)
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
         self.sampler = sampler_for(self.model, sampling, seed)
@@ -106,6 +109,7 @@ class LoD:
         )  # fmt: skip
         self.proximal = self._penalty.proximal
         self.epoch = 0
+        self._epochs: int | None = None  # planned, if somebody says so
         self._layers = _require_ranks_to_train(self.model, self.min_rank)
         self._grace = Grace(self.model)
         self._agreement = Agreement(self.model)
@@ -134,11 +138,13 @@ class LoD:
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         """Learn how long training lasts, where λ depends on it; `fit` calls this."""
-        if self.optimizer is not optimizer or self.model is not unwrapped(model):
+        same = self.optimizer is unwrapped_optimizer(optimizer)
+        if not same or self.model is not unwrapped(model):
             raise OptionError("LoD was made for another model or optimizer than fit was given.")
         self._penalty.start(plan)
         if isinstance(self.sampler, ElasticSampler):
             self.sampler.expect(plan.epochs)
+        self._epochs = plan.epochs
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -278,6 +284,10 @@ class LoD:
         """Say what the model is and would cost now, deployed."""
         deployed, dense_macs = self.ledger.deployed(self.model), self.ledger.dense_macs
         params, macs = deployed.params, deployed.macs
+        note = None
+        if self.landing is None and self.threshold is not None and self._epochs is not None:
+            share, passed = params / self.ledger.dense_params, (self.epoch, self._epochs)
+            note = unshrunk(self._layers, share, self.penalty, *passed)
         return MethodRecord(
             params=params,
             macs=macs,
@@ -287,6 +297,7 @@ class LoD:
             penalty=self.penalty,
             budget=None if self.landing is None else self.landing.share,
             phase=None if self.landing is None else self.landing.phase,
+            note=note,
         )
 
     def training_cost(self) -> dict[str, float | None]:

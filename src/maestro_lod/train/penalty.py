@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maestro_lod.distributed.shards import is_sharded, scaled_by_rank, sums_by_rank
 from maestro_lod.errors import require_nonnegative
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import require_low_rank
@@ -31,6 +32,8 @@ def _rank_squares(factors: Sequence[Tensor]) -> list[Tensor]:
     Factors come as u, v, u, v, ….
     """
     dtype = functools.reduce(torch.promote_types, {f.dtype for f in factors}, torch.float32)
+    if any(map(is_sharded, factors)):
+        return sums_by_rank(factors, dtype, lambda part, others: part.square().sum(others))
     wide = [f if f.dtype == dtype else f.to(dtype) for f in factors]
     squares = torch._foreach_mul(wide, wide) if _all_small(wide) else [None] * len(wide)
     sums = []
@@ -117,9 +120,11 @@ def _scaled(factors: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
     """Multiply the ranks of all factors by (factors, largest rank) scales."""
     layout = _layout(factors)
     multipliers = []
-    for i, (factor, scale) in enumerate(
-        zip(factors, torch.split(layout.flat(scales), list(layout.ranks)), strict=True)
-    ):
+    by_factor = torch.split(layout.flat(scales), list(layout.ranks))
+    if any(map(is_sharded, factors)):
+        pairs = enumerate(zip(factors, by_factor, strict=True))
+        return [scaled_by_rank(factor, scale, 1 - i % 2) for i, (factor, scale) in pairs]
+    for i, (factor, scale) in enumerate(zip(factors, by_factor, strict=True)):
         behind = factor.ndim - 2 + i % 2  # dimensions behind the ranks
         multiplier = scale.view(-1, *[1] * behind) if behind else scale
         same = multiplier.device == factor.device
@@ -131,7 +136,7 @@ def _scaled(factors: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
 
 
 def _factors(layers: Iterable[LowRank]) -> list[Tensor]:
-    return [factor for layer in layers for factor in (layer.u, layer.v)]
+    return [factor for layer in layers for factor in layer.stored_factors()]
 
 
 class _GroupLasso(torch.autograd.Function):

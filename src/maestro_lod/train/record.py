@@ -32,6 +32,8 @@ class MethodRecord:
     """What the model may cost, relative to dense."""
     phase: str | None = None
     """Of a training that has several."""
+    note: str | None = None
+    """What its user should know, and what to do about it."""
     others: Mapping[str, float] = field(default_factory=dict)
     """Further numbers, by name."""
 
@@ -89,7 +91,7 @@ class EpochRecord(MethodRecord):
         found: dict[str, Any] = {"train": {}, "validation": {}, "others": {}}
         for key, value in flat.items():
             split, _, measure = key.partition("_")
-            if key == "phase":
+            if key in ("phase", "note"):
                 found[key] = value if isinstance(value, str) else None
             elif key == "ranks":
                 found[key] = _numbers(value)

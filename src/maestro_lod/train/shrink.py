@@ -15,6 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.distributed.ddp import live_wrappers_of, release, renew, require_renewable
 from maestro_lod.distributed.decision import decided_by_the_first
+from maestro_lod.distributed.fsdp import adopt_shards, cut_shard, reshard, shard_group
+from maestro_lod.distributed.shards import narrowed, zero_behind_
 from maestro_lod.errors import (
     LayerError,
     TrainingError,
@@ -27,6 +29,8 @@ from maestro_lod.layers.ranks import low_rank_layers, require_low_rank
 from maestro_lod.train.penalty import importance
 
 logger = logging.getLogger(__name__)
+
+_TRAINERS = ("accelerate", "lightning", "pytorch_lightning")
 
 
 def shrink(
@@ -45,7 +49,9 @@ def shrink(
     and the wrapper goes on. Returns how many ranks each layer lost (layers that lost none are left
     out).
     """
-    require_unsharded(model)
+    if optimizer is not None:
+        optimizer = unwrapped_optimizer(optimizer)
+    adopt_shards(model)
     wrappers = live_wrappers_of(model)
     return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema, wrappers)
 
@@ -79,16 +85,19 @@ def cut(
     That is the optimizer's state, the averaged copy, and wrappers that hold the model.
     """
     layers = require_low_rank(model)
-    require_unsharded(model)
     if optimizer is not None:
         require_optimizer(model, optimizer)
     averaged = _averaged_layers(ema, layers) if ema is not None else {}
     for wrapper in wrappers:
         require_renewable(wrapper)
-    if wrappers:
-        ranks = decided_by_the_first(ranks, importance(model), wrappers[0].process_group)
+    group = wrappers[0].process_group if wrappers else shard_group(model)
+    if group is not None:
+        ranks = decided_by_the_first(ranks, importance(model), group)
+    # FSDP cannot hold parameters without elements: one rank of zeros stays there
+    ranks = {name: max(rank, int(layers[name].sharded)) for name, rank in ranks.items()}
     lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
     if lost:
+        reshard(model)
         for wrapper in wrappers:
             release(wrapper)
     for name in lost:
@@ -112,6 +121,17 @@ def _forget_compiled_code() -> None:
         dynamo.reset()
 
 
+def unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside the wrappers of Accelerate and Lightning.
+
+    They share its parameter groups and state, but have no hooks of their own.
+    """
+    while type(optimizer).__module__.partition(".")[0] in _TRAINERS:
+        inner: Any = optimizer
+        optimizer = inner.optimizer
+    return optimizer
+
+
 def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot follow a shrink, or does not hold the trainable factors."""
     if not hasattr(optimizer, "param_groups"):
@@ -125,7 +145,7 @@ def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     missing = [
         f"{name}.{key}".lstrip(".")
         for name, layer in low_rank_layers(model).items()
-        for key, p in (("u", layer.u), ("v", layer.v))
+        for key, p in zip("uv", layer.stored_factors(), strict=True)
         if p.requires_grad and id(p) not in held
     ]
     if missing:
@@ -143,10 +163,10 @@ def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
     For ranks that are zero in both factors: they get no gradient, so without momentum they stay
     zero until they are cut.
     """
-    for parameter, dim in ((layer.u, 1), (layer.v, 0)):
+    for parameter, dim in zip(layer.stored_factors(), (1, 0), strict=True):
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                value.narrow(dim, rank, layer.rank - rank).zero_()
+                zero_behind_(value, dim, rank)
 
 
 def require_averaged(ema: AveragedModel) -> AveragedModel:
@@ -167,34 +187,27 @@ def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[
     return averaged
 
 
-def require_unsharded(model: nn.Module) -> None:
-    """Refuse a model of shards: they would keep the old shapes, silently."""
-    sharded = [
-        f"{name}.{key}".lstrip(".")
-        for name, layer in low_rank_layers(model).items()
-        for key, p in (("u", layer.u), ("v", layer.v))
-        if type(p) is not nn.Parameter
-    ]
-    if sharded:
-        raise LayerError(
-            f"parameters are sharded by FSDP or a tensor subclass ({listed(sharded)}), which would "
-            "undo a shrink. Gather full state dicts, shrink an unsharded model, shard it again."
-        )
-
-
 @torch.no_grad()
 def _cut_layer(layer: LowRank, rank: int, optimizer: Optimizer | None) -> None:
     for key, dim in (("u", 1), ("v", 0)):
-        old: nn.Parameter = getattr(layer, key)
-        new = nn.Parameter(old.narrow(dim, 0, rank).clone(), requires_grad=old.requires_grad)
-        if old.grad is not None and rank:
-            new.grad = old.grad.narrow(dim, 0, rank).clone()
+        if layer.sharded:
+            old, new = cut_shard(layer, key, rank)
+        else:
+            old, new = _cut_factor(layer, key, dim, rank)
         _move_hooks(old, new)
         vars(new).update(vars(old))  # what a user put on it
-        setattr(layer, key, new)
         if optimizer is not None:
             _swap_parameter(optimizer, old, new, dim)
     layer.freeze_if_empty()
+
+
+def _cut_factor(layer: LowRank, key: str, dim: int, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+    old: nn.Parameter = getattr(layer, key)
+    new = nn.Parameter(old.narrow(dim, 0, rank).clone(), requires_grad=old.requires_grad)
+    if old.grad is not None and rank:
+        new.grad = old.grad.narrow(dim, 0, rank).clone()
+    setattr(layer, key, new)
+    return old, new
 
 
 def _move_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
@@ -222,7 +235,7 @@ def _sliced_state(
         if not isinstance(value, Tensor) or value.ndim == 0:
             sliced[key] = value  # step counters and options
         elif value.ndim == old.ndim and value.shape[dim] == old.shape[dim]:
-            sliced[key] = value.narrow(dim, 0, new.shape[dim]).clone()
+            sliced[key] = narrowed(value, dim, new.shape[dim])
         elif value.numel() == 1 or (value.ndim == old.ndim and value.shape[dim] == 1):
             sliced[key] = value  # averaged over the ranks, as Adafactor's moments are
         else:

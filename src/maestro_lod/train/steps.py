@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from maestro_lod.distributed.shards import is_sharded
 from maestro_lod.errors import LayerError, TrainingError, listed
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import activated, require_low_rank
@@ -103,7 +104,7 @@ class SampledSteps:
         It is the layer that the last step has sampled that is looked at.
         """
         last = next(iter(self._drawn), None)
-        if last is None or last.u.device.type != "cpu":
+        if last is None or last.u.device.type != "cpu" or is_sharded(last.u):
             return
         if not math.isfinite(last.u.detach().sum(dtype=torch.float32).item()):
             raise TrainingError(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from maestro_lod.amounts import amount_of
 from maestro_lod.errors import OptionError, require_nonnegative, require_whole
 from maestro_lod.train.method import setting
 
 
 @dataclass(frozen=True)
 class Pressure:
-    """λ in units that mean about the same for every model; 64 is a sensible start.
+    """λ in units that mean about the same for models of one kind: a scale to search on.
 
+    What a pressure gives is not known beforehand; where a size is wanted, take a `Budget`.
     It needs to know how long training lasts: `steps`, optimizer steps, which `fit` fills in. Where
     learning rates will change, it is the sum of their shares of the present ones.
     """
@@ -29,6 +31,13 @@ class Pressure:
             raise OptionError("steps=0 must be above 0: nothing would move.")
 
 
+def _written(value: Any) -> Any:
+    """Read an amount that a recipe has as text, such as 25% or 300k."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return amount_of(value) if isinstance(value, str) else value
+
+
 @dataclass(frozen=True)
 class Budget:
     """What the deployed model may cost, in params or MACs: a share of dense, or a count.
@@ -39,8 +48,8 @@ class Budget:
     three tenths of its run, and a loop of your own the first epoch.
     """
 
-    params: float | None = setting(None, "share of dense, or a count above 1")
-    macs: float | None = setting(None, "the same of MACs")
+    params: float | None = setting(None, "size to land on: 25%, 0.25, 300k", check=_written)
+    macs: float | None = setting(None, "the same of MACs", check=_written)
     steps: int | None = setting(None, "until it is reached; 0.3 of the run")
 
     def __post_init__(self) -> None:
@@ -94,4 +103,4 @@ def require_strength(penalty: Strength) -> Strength:
     try:
         return require_nonnegative("penalty", penalty)
     except OptionError as error:
-        raise OptionError(f"{error} Or give a Pressure(64), or a Budget(params=0.2).") from None
+        raise OptionError(f"{error} Or name the size: Budget(params=0.25).") from None

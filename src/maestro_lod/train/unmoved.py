@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from maestro_lod.distributed.shards import is_sharded, sums_by_rank
+from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
 
 
@@ -17,11 +20,20 @@ def unmoved_ranks(model: nn.Module) -> dict[str, int]:
     """
     found = {}
     for name, layer in low_rank_layers(model).items():
-        u, v = layer.u.detach().movedim(1, 0).flatten(1), layer.v.detach().flatten(1)
-        unmoved = (u != 0).any(1) ^ (v != 0).any(1)
+        unmoved = torch.logical_xor(*_moved_ranks(layer))
         if (layer.u.requires_grad or layer.v.requires_grad) and bool(unmoved.any()):
             found[name] = int(unmoved.nonzero().max()) + 1
     return found
+
+
+def _moved_ranks(layer: LowRank) -> list[Tensor]:
+    """Say for each rank of u, and of v, whether it is not zero."""
+    factors = layer.stored_factors()
+    if any(map(is_sharded, factors)):
+        counts = sums_by_rank(factors, torch.float32, lambda part, others: (part != 0).sum(others))
+        return [count > 0 for count in counts]
+    u, v = factors[0].detach().movedim(1, 0).flatten(1), factors[1].detach().flatten(1)
+    return [(u != 0).any(1), (v != 0).any(1)]
 
 
 class Grace:

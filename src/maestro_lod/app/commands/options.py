@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -61,7 +62,9 @@ Trust = Annotated[
     bool, typer.Option("--trust", help="Run the code that it names, though not trained here.")
 ]
 FinishedRun = Annotated[Path, typer.Argument(metavar="DIR", help="A finished run.")]
-Limit = Annotated[str | None, typer.Option(help="A share of dense (0.25), or a count.")]
+Limit = Annotated[
+    str | None, typer.Option(metavar="AMOUNT", help="A share of dense (25%, 0.25x), or 300k, 1.2M.")
+]
 Formats = Annotated[
     list[str] | None, typer.Option(help="onnx, pt2 or safetensors; may be repeated.")
 ]
@@ -69,6 +72,13 @@ Multiple = Annotated[
     int | None, typer.Option("--round", min=1, max=2**16, help="Round ranks to a multiple.")
 ]
 Batch = Annotated[int, typer.Option(min=1, max=2**16, help="Batch size to time with.")]
-AllowSlower = Annotated[
-    bool, typer.Option("--allow-slower", help="Write it even if dense is faster here.")
+Fast = Annotated[
+    bool, typer.Option("--fast", help="Multiply out what is slower factored; none beyond dense.")
 ]
+
+
+def with_data(change: list[str] | None, data: Path | None) -> list[str]:
+    """Return the changes of a recipe, --data among them."""
+    if data is None:
+        return change or []
+    return [*(change or []), f"data.directory={json.dumps(str(data.absolute()))}"]  # for any name

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
+from maestro_lod.amounts import amount_of
 from maestro_lod.app.commands import options
 from maestro_lod.app.recipe import load_recipe, recipe_names
 from maestro_lod.app.report import write_report
 from maestro_lod.app.run import Run
 from maestro_lod.app.setup import data_of, model_of
-from maestro_lod.app.terminal import say, search_bar
+from maestro_lod.app.terminal import complain, say, search_bar
 from maestro_lod.app.trained import Trained, find_frontier, require_deployable
 from maestro_lod.app.trained import bench as compare
 from maestro_lod.app.trained import deploy as write_deployment
@@ -96,48 +97,43 @@ def deploy(
     multiple: options.Multiple = None,
     int8: Annotated[bool, typer.Option("--int8", help="For ONNX, an int8 file too.")] = False,
     heal: Annotated[int, typer.Option(help="Epochs to train the size on before.", min=0)] = 0,
-    allow_slower: options.AllowSlower = False,
+    fast: options.Fast = False,
     trust: options.Trust = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Write the best size within limits to files that were verified, tested and timed.
+    """Write a run's model, as it was trained or cut to a size, to files that were verified.
+
+    They are tested and timed too. What cannot be written well is left out and named, and the exit
+    code is 3.
 
     Examples:
 
-      lod deploy runs/digits --max-macs 0.25 --out phone
+      lod deploy runs/digits --out phone
 
-      lod deploy runs/digits --max-params 5000 --to onnx --to pt2 --int8 --out watch
+      lod deploy runs/digits --max-params 10% --to onnx --to pt2 --int8 --out watch
 
-      lod deploy runs/digits --max-macs 0.25 --heal 1 --out phone
+      lod deploy runs/digits --max-macs 25% --heal 1 --out phone
     """
     formats = [*dict.fromkeys(to or ["onnx"])]
     counts = {"max_params": max_params, "max_macs": max_macs, "max_bytes": max_bytes}
-    limits = {key: _number(key, text) for key, text in counts.items()}
+    limits: dict[str, float | None] = {
+        key: None if text is None else amount_of(text, f"--{key.replace('_', '-')}")
+        for key, text in counts.items()
+    }
     limits |= {"max_latency": max_latency, "min_accuracy": min_accuracy}
     given = {key: value for key, value in limits.items() if value is not None}
-    if not given:
-        raise OptionError("give a limit, such as --max-macs 0.25 or --max-params 5000.")
     require_deployable(given, formats, out, int8=int8)
     run = Run.open(directory, trust=trust)
     with search_bar(quiet) as progress:
         done = write_deployment(
             Trained.of(run), given, formats, out, batch=batch, multiple=multiple,
-            int8=int8, allow_slower=allow_slower, heal=heal, progress=progress,
+            int8=int8, fast=fast, heal=heal, progress=progress,
         )  # fmt: skip
     say(f"{done}\n\nwritten to {out}")
-
-
-def _number(limit: str, text: str | None) -> int | float | None:
-    """Read a count or a share; what looks like a whole number is a count."""
-    if text is None:
-        return None
-    try:
-        return float(text) if set(text) & set(".eE") else int(text)
-    except ValueError:
-        raise OptionError(
-            f"--{limit.replace('_', '-')} {text[:40]!r} is no number: give a share of dense such "
-            "as 0.25, or a count."
-        ) from None
+    for name, why in done.left_out.items():
+        complain(f"left out: {name}. {why}", 3)
+    if done.left_out:
+        raise typer.Exit(3)
 
 
 def bench(

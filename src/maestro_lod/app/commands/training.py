@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,13 +38,14 @@ def train(
 
       lod train digits
 
-      lod train lenet-mnist --set penalty=64e-5 --set seed=1 --out runs/a
+      lod train lenet-mnist --set budget.params=25% --set seed=1 --out runs/a
 
       lod train lenet-mnist --set method=dense
 
-      lod train my.yaml     (model: my_package.models:build, data: my_package.data:load, epochs: 5)
+      lod train my.yaml     (model: my_package.models:build, data: my_package.data:load,
+                             epochs: 20, budget: {params: 0.25})
     """
-    chosen = load_recipe(recipe, _with_data(change, data))
+    chosen = load_recipe(recipe, options.with_data(change, data))
     _train(Run.create(chosen, out or _free_directory(Path(chosen.recipe).name or "run")), quiet)
 
 
@@ -102,7 +102,7 @@ def tune(
       lod tune lenet-mnist --pareto 30
     """
     _check_goal(pareto, max_params, min_accuracy)
-    chosen = load_recipe(recipe, _with_data(change, data))
+    chosen = load_recipe(recipe, options.with_data(change, data))
     where = out or Path("runs") / f"tune-{Path(chosen.recipe).name or 'run'}"
     span = {"largest": largest, "smallest": smallest}
     with _search(chosen, where, storage, name, quiet) as search:
@@ -158,13 +158,6 @@ def _free_directory(name: str) -> Path:
         if not directory.exists():
             return directory
         number += 1
-
-
-def _with_data(change: list[str] | None, data: Path | None) -> list[str]:
-    """Return the changes of a recipe, --data among them."""
-    if data is None:
-        return change or []
-    return [*(change or []), f"data.directory={json.dumps(str(data.absolute()))}"]  # for any name
 
 
 def _train(run: Run, quiet: bool) -> None:

@@ -24,6 +24,9 @@ _SHAPES = (
 )
 
 
+_LABEL = 0.11  # of the axis: the room that the label of a round value takes
+
+
 def epoch_axis(values: Iterable[float], start: float, end: float) -> Axis:
     """Return an axis from the first to the last epoch, labelled at whole numbers."""
     low, high = plot.spread(values)
@@ -47,7 +50,16 @@ def log_axis(values: Iterable[float], start: float, end: float) -> Axis:
             break
     else:  # less than an octave or so: a logarithm is nearly straight there
         ticks = [tick for tick in plot.linear_axis((low, high), 0, 1).ticks if low <= tick <= high]
-    return Axis(low, high, start, end, tuple(ticks), log=True)
+    return Axis(low, high, start, end, tuple(_apart(ticks, low, high)), log=True)
+
+
+def _apart(ticks: Iterable[float], low: float, high: float) -> list[float]:
+    """Leave out values whose labels would run into the one before, on a logarithmic axis."""
+    kept: list[float] = []
+    for tick in ticks:
+        if not kept or math.log(tick / kept[-1]) >= _LABEL * math.log(high / low):
+            kept.append(tick)
+    return kept
 
 
 WIDE = Frame(480, 270)
@@ -118,6 +130,8 @@ class Dot:
     series: int
     rows: Sequence[tuple[str, str]]
     hollow: bool = False
+    spread: float | None = None
+    """How far up and down it may as well lie."""
 
 
 def plane(
@@ -129,27 +143,47 @@ def plane(
     tick: Format,
     note: str | None = None,
     curve: Sequence[Dot] = (),
+    front: Sequence[Dot] = (),
+    show_x: Format = quantity,
 ) -> Markup | None:
-    """Draw models by a cost (logarithmic) and their quality; `curve` are dots joined by a line."""
+    """Draw models by a cost (logarithmic) and their quality; `curve` are dots joined by a line.
+
+    `front` are those of the dots that no other beats: a line goes along them.
+    """
     everything = [*curve, *dots]
     if not everything:
         return None
     x = log_axis((dot.x for dot in everything), *WIDE.across)
-    y = plot.linear_axis((dot.y for dot in everything), *WIDE.up)
+    ends = [dot.y + side * (dot.spread or 0.0) for dot in everything for side in (-1, 1)]
+    y = plot.linear_axis(ends, *WIDE.up)
     x_name = "MACs" if kind == "macs" else kind
-    drawn = [_grid(WIDE, x, y, quantity, tick, x_name)]
+    drawn = [_grid(WIDE, x, y, show_x, tick, x_name)]
     if curve:
         points = [(dot.x, dot.y) for dot in curve]
         drawn.append(plot.dotted_line(points, x, y, curve[0].series, radius=3))
+    if front:
+        drawn.append(_steps(front, x, y))
     for dot in dots:
+        if dot.spread:
+            ends = [y.at(dot.y - dot.spread), y.at(dot.y + dot.spread)]
+            whisker = f"M{x.at(dot.x):.1f} {ends[0]:.1f}V{ends[1]:.1f}"
+            drawn.append(tag("path", class_=f"line {colour(dot.series)}", d=whisker))
         drawn.append(marker(dot.series, x.at(dot.x), y.at(dot.y), hollow=dot.hollow, scale=1.35))
     hits = []
     for dot in everything:
         across, up = round(x.at(dot.x), 1), round(y.at(dot.y), 1)
         hits.append((across, dot.name, [(colour(dot.series), *row, up) for row in dot.rows]))
-    texts = [f"{dot.name}: {show(dot.y)} at {quantity(dot.x)} {x_name}." for dot in everything]
+    texts = [f"{dot.name}: {show(dot.y)} at {show_x(dot.x)} {x_name}." for dot in everything]
     content = {"by": "xy", "hits": hits, "x": [kind, x.low, x.high, x.start, x.end]}
     return _figure(title, note, joined(*drawn), WIDE, " ".join([f"{title}.", *texts]), content)
+
+
+def _steps(front: Sequence[Dot], x: Axis, y: Axis) -> Markup:
+    """Draw what is best at each cost: level until the next dot is paid for, to the right end."""
+    steps = f"M{x.at(front[0].x):.1f} {y.at(front[0].y):.1f}"
+    for dot in front[1:]:
+        steps += f"H{x.at(dot.x):.1f}V{y.at(dot.y):.1f}"
+    return tag("path", class_="reference", d=f"{steps}H{x.end:.1f}", fill="none")
 
 
 def marker(series: int, x: float, y: float, *, hollow: bool = False, scale: float = 1.0) -> Markup:

@@ -24,7 +24,20 @@ from maestro_lod.markup import Markup, joined, tag
 from maestro_lod.plot import colour
 
 
-def status(run: ReportedRun, *, alone: bool) -> Markup | None:
+def notices(run: ReportedRun, *, alone: bool) -> Iterator[Markup]:
+    """Say what should be known before the numbers: an unfinished run, a model that did not shrink.
+
+    Whatever the training had to say last is told, unless a later epoch has proven it wrong.
+    """
+    if unfinished := _status(run, alone=alone):
+        yield unfinished
+    said = [(place, epoch.note) for place, epoch in enumerate(run.epochs) if epoch.note]
+    if said and (said[-1][0] == len(run.epochs) - 1 or not run.finished):
+        subject = "" if alone else f"{run.name}: "
+        yield tag("p", tag("b", "Note."), " ", capital(f"{subject}{said[-1][1]}"), class_="notice")
+
+
+def _status(run: ReportedRun, *, alone: bool) -> Markup | None:
     """Say that a run is unfinished, and what its numbers are then."""
     if run.finished:
         return None

@@ -12,7 +12,7 @@ from maestro_lod.app.report.charts import badge
 from maestro_lod.app.report.curves import cost, curves, other_curves, planes
 from maestro_lod.app.report.frontier import frontier
 from maestro_lod.app.report.layers import layers, ranks
-from maestro_lod.app.report.overview import comparison, environment, headline, settings, status
+from maestro_lod.app.report.overview import comparison, environment, headline, notices, settings
 from maestro_lod.app.report.parts import PageSection
 from maestro_lod.app.report.runs import ReportedRun
 from maestro_lod.markup import Markup, tag
@@ -24,11 +24,25 @@ _ICON = (
 
 
 def page(runs: Sequence[ReportedRun]) -> str:
-    """Return the whole page as HTML."""
-    script = _resource("script.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    """Return the whole page about runs as HTML."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     sections = _sections(runs)
+    return document(
+        title,
+        above=[
+            _subtitle(runs),
+            *(part for run in runs for part in notices(run, alone=len(runs) == 1)),
+        ],
+        content=[headline(runs), _links(runs, sections), *map(section_of, sections)],
+    )
+
+
+def document(
+    title: str, *, above: Sequence[Markup | None], content: Sequence[Markup | None]
+) -> str:
+    """Return a page that needs nothing else; `above` comes with the title."""
+    script = _resource("script.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -47,19 +61,8 @@ def page(runs: Sequence[ReportedRun]) -> str:
     )
     body = tag(
         "body",
-        tag(
-            "header",
-            tag("p", "maestro-lod", class_="brand"),
-            tag("h1", title),
-            _subtitle(runs),
-            *(status(run, alone=len(runs) == 1) for run in runs),
-        ),
-        tag(
-            "main",
-            headline(runs),
-            _links(runs, sections),
-            *map(_shown, sections),
-        ),
+        tag("header", tag("p", "maestro-lod", class_="brand"), tag("h1", title), *above),
+        tag("main", *content),
         tag("script", Markup(script)),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -88,7 +91,8 @@ def _links(runs: Sequence[ReportedRun], sections: Sequence[PageSection]) -> Mark
     return tag("nav", *links, aria_label="Sections")
 
 
-def _shown(section: PageSection) -> Markup:
+def section_of(section: PageSection) -> Markup:
+    """Return a section under its heading."""
     mark = None if section.series is None else badge(section.series)
     heading = tag("h2", mark, section.title, id=section.id)
     return tag("section", heading, section.body, aria_labelledby=section.id)

@@ -1,0 +1,123 @@
+"""Figure 3 and Tables 1 to 3 and 15, scaled down: every method on LeNet, under the same terms."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from maestro_lod.app.compare import Comparison, Row, compare
+from maestro_lod.app.compare.page import page
+from maestro_lod.app.compare.words import best, costs, ranked, score, setting, size_of, winning
+from maestro_lod.app.report.text import times
+from paper.published import COMPARED
+from paper.scale import Scale
+
+TITLE = "Figure 3 and Tables 1 to 3 and 15, scaled down: all methods on LeNet, on the same terms"
+RECIPE = "lenet-mnist"
+METHODS = (
+    "dense", "svd", "lod", "elastic", "narrow", "pufferfish", "svd-finetuned", "spectral",
+    "cuttlefish", "imp", "raregems", "xnor",
+)  # fmt: skip
+SIZES = (0.25, 0.1)
+SEEDS = 1
+"""With more, each takes as long again: what is trained already is kept."""
+LR_TRIALS, LR_EPOCHS = 3, 3
+
+
+def measure(scale: Scale) -> dict[str, Any]:
+    few = ["epochs=2", "data.limit=512"] if scale.smoke else []
+    found = compare(
+        RECIPE,
+        ("dense", "svd", "narrow") if scale.smoke else METHODS,
+        sizes=SIZES[:1] if scale.smoke else SIZES,
+        out=scale.runs / "compare" / RECIPE,
+        seeds=SEEDS,
+        lr_trials=1 if scale.smoke else LR_TRIALS,
+        lr_epochs=LR_EPOCHS,
+        changes=["threads=1", *few],
+        say=lambda line: print(f"  {line}", file=sys.stderr, flush=True),
+    )
+    return found.to_dict()
+
+
+def figures(result: dict[str, Any]) -> dict[str, str]:
+    return {}
+
+
+def pages(result: dict[str, Any]) -> dict[str, str]:
+    return {"compare": page(Comparison.from_dict(result))}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    found = Comparison.from_dict(result)
+    lines = [
+        f"{setting(found)} [As a page](results/compare.html). The paper has these methods on other "
+        "models, each at a size of its own; its numbers stand beside ours for the order alone.",
+        "",
+        "| size | method | params | MACs | bytes | training | test accuracy "
+        + "".join(f"| paper: {model} " for model in COMPARED)
+        + "|",
+        "|---" * (7 + len(COMPARED)) + "|",
+    ]
+    for row in ranked(found):
+        params, macs, size, _, training = costs(found, row)
+        cells = [size_of(row), row.method, params, macs, size, training, score(found, row)]
+        lines.append(f"| {' | '.join([*cells, *_printed(row.method)])} |")
+    said = [*(winning(found, winner) for winner in found.winners), best(found), judgement(result)]
+    lines += ["", *(f"{sentence}\n" for sentence in said)]
+    lines += [f"Missing: {what}: {reason}\n" for what, reason in found.missing]
+    return "\n".join(lines)
+
+
+def _printed(method: str) -> list[str]:
+    """Return what the paper prints of a method: accuracy and size, model by model."""
+    known = [table.get(method) for table in COMPARED.values()]
+    return ["–" if it is None else f"{it[0]:.2f} % at {times(it[1])}" for it in known]
+
+
+def judgement(result: dict[str, Any]) -> str:
+    """Say which orders of the paper hold here: Maestro beside each other method."""
+    found = Comparison.from_dict(result)
+    groups: dict[str, list[str]] = {"holds": [], "is the other way round": [], "depends": []}
+    for method in METHODS:
+        theirs = {
+            table["lod"][0] > table[method][0]
+            for table in COMPARED.values()
+            if method != "lod" and method in table
+        }
+        ours = {ours.mean > other.mean for ours, other in _pairs(found, method)}
+        if not theirs or not ours:
+            continue
+        if len(theirs) > 1 or len(ours) > 1:
+            groups["depends"].append(method)
+        else:
+            groups["holds" if theirs == ours else "is the other way round"].append(method)
+    said = [
+        f"the order of Maestro and {', '.join(methods)} {_ENDS[kind]}"
+        for kind, methods in groups.items()
+        if methods
+    ]
+    unpublished = [
+        f"{method} (which the paper does not have) beats it at {wins} of {len(pairs)} sizes"
+        for method in ("narrow", "svd")
+        if (pairs := _pairs(found, method))
+        for wins in [sum(other.mean > ours.mean for ours, other in pairs)]
+    ]
+    return f"On LeNet, on the same terms: {'; '.join([*said, *unpublished])}."
+
+
+_ENDS = {
+    "holds": "is the paper's",
+    "is the other way round": "is the other way round",
+    "depends": "depends on the size here, or on the model in the paper",
+}
+
+
+def _pairs(found: Comparison, method: str) -> list[tuple[Row, Row]]:
+    """Return our rows beside those of another method of the same size, or of a size of its own."""
+    ours = {row.size: row for row in found.rows if row.method == "lod"}
+    others = [row for row in found.rows if row.method == method]
+    if not ours:
+        return []
+    largest = max(ours.values(), key=lambda row: row.share)
+    return [(ours.get(row.size, largest), row) for row in others]

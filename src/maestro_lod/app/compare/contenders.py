@@ -1,0 +1,89 @@
+"""Who can be compared: methods, ways to cut what one of them has trained, packages of others.
+
+A contender comes to a size in one of three ways: it is trained anew for each size, it is trained
+once and cut to each size, or it has a size of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from maestro_lod.app.recipe import method_of
+from maestro_lod.errors import OptionError, listed, nearest
+from maestro_lod.methods import METHODS
+from maestro_lod.train.method import Settings
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to a smaller model."""
+
+    name: str
+    method: str
+    """As recipes have it."""
+    settings: tuple[str, ...] = ()
+    """key=value, in place of what the recipe says."""
+    cut: bool = False
+    """Whether what was trained is cut to each size afterwards."""
+
+    @property
+    def kind(self) -> type[Settings]:
+        """What may be set of its method; imports it."""
+        return method_of({"method": self.method})
+
+    @property
+    def trained_per_size(self) -> bool:
+        """Say whether each size is a training of its own."""
+        given: object = getattr(self.kind.at_size, "__func__", None)
+        return not self.cut and given is not getattr(Settings.at_size, "__func__", None)
+
+    def changes(self, size: float | None) -> list[str]:
+        """Return the settings of a training for a size, or of the only one, as key=value."""
+        chosen = {} if size is None else self.kind.at_size(size)
+        sized = [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
+        return [f"method={self.method}", *self.settings, *sized]
+
+    def has_use_for(self, change: str) -> bool:
+        """Say whether a change of a recipe is about all methods, or about this one."""
+        key = change.partition("=")[0].partition(".")[0].strip()
+        others = set().union(*map(_keys, METHODS.values())) - _keys(self.kind)
+        return key not in others
+
+    @property
+    def trained_as(self) -> str:
+        """What its runs are called: contenders that train the same share them."""
+        place = self.method.partition(":")[0].rpartition(".")[2]
+        return ",".join([place, *self.settings])
+
+
+def _keys(method: type[Settings]) -> set[str]:
+    return {entry.name for entry in dataclasses.fields(method)}  # type: ignore[arg-type]
+
+
+_PARTICULAR = {
+    "elastic": Contender("elastic", "lod", ("penalty=0", "sampling=several"), cut=True),
+    "svd": Contender("svd", "dense", cut=True),
+    "svd-finetuned": Contender("svd-finetuned", "svd", ("finetune=0.25",)),
+}
+"""Those that are more than the name of a method; the first two are one training for all sizes."""
+
+_PEERS: dict[str, str] = {}
+"""Packages that one could use instead: where the method is that uses them."""
+
+
+def known() -> list[str]:
+    """Return the names of all contenders."""
+    return [*dict.fromkeys([*METHODS, *_PARTICULAR, *_PEERS])]
+
+
+def contender(name: str) -> Contender:
+    """Return a contender by its name, or say what is missing to have it."""
+    if name not in known():
+        raise OptionError(
+            f"there is no method {name!r}.{nearest(name, known())} Known: {listed(known(), 20)}."
+        )
+    found = _PARTICULAR.get(name) or Contender(name, _PEERS.get(name, name))
+    found.kind  # noqa: B018  a peer's package may not be installed
+    return found

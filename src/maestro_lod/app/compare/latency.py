@@ -1,0 +1,60 @@
+"""How long the compared models take, timed side by side in one go."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from maestro_lod.app.compare.measure import Measured, plain_model
+from maestro_lod.app.run import Run
+from maestro_lod.app.trained import Trained
+from maestro_lod.calls import as_call
+from maestro_lod.deploy.deployment import ROUNDS, eager
+from maestro_lod.deploy.timing import drawn_call, interleaved
+from maestro_lod.files import replacing
+from maestro_lod.train.evaluate import device_of
+
+Models: TypeAlias = Mapping[str, tuple[Run, Measured]]
+
+
+def latencies(models: Models, kept: Path) -> dict[str, float]:
+    """Return seconds per call with one sample, of models of finished runs by any names.
+
+    Times are kept in a file: unless the models are others, they are not taken again.
+    """
+    about = {name: [run.result()["weights"], model.ranks] for name, (run, model) in models.items()}
+    known = _read(kept)
+    if known.get("models") != about:
+        calls = {name: _call(run, model) for name, (run, model) in models.items()}
+        with torch.inference_mode():
+            times = interleaved(calls, rounds=ROUNDS) if calls else {}
+        medians = {name: statistics.median(found) for name, found in times.items()}
+        known = {"models": about, "seconds": medians}
+        with replacing(kept) as place:
+            place.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    seconds: dict[str, float] = known["seconds"]
+    return seconds
+
+
+def _call(run: Run, model: Measured) -> Callable[[], object]:
+    if model.ranks is None:
+        trained, data = run.trained()
+    else:
+        whole = Trained.of(run)
+        trained, data = whole.model, whole.data
+    call = drawn_call(as_call(data.example), device_of(trained))
+    return eager(plain_model(trained, model.ranks), call)
+
+
+def _read(kept: Path) -> dict[str, Any]:
+    """Return what is kept, or nothing: whatever cannot be read is measured again."""
+    try:
+        known: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) and "seconds" in known else {}

@@ -1,0 +1,138 @@
+"""A model that `fully_shard` has cut into parts: its factors are found, and smaller ones take over.
+
+FSDP2 keeps an object per parameter, which puts the gathered parameter or this process's part of it
+into the module in turns. Whoever replaces the parameter alone is undone at the next forward. So the
+object is made anew, in place, for the smaller parameter, and given this process's part of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from maestro_lod.distributed.processes import Group
+from maestro_lod.distributed.shards import Cut, first_ranks, is_sharded
+from maestro_lod.errors import LayerError, listed
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import low_rank_layers
+
+_KEYS = ("u", "v")
+
+
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it nobody can have sharded
+    if fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    for module in _fsdp_modules(model):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # one at most, before torch 2.12
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for group in groups:
+            yield from group.fsdp_params
+
+
+def adopt_shards(model: nn.Module) -> None:
+    """Tell every layer who holds its factors while FSDP gathers them; refuse other shards."""
+    held = {
+        (id(p._module_info.module), p._module_info.param_name): p for p in _fsdp_parameters(model)
+    }
+    layers = low_rank_layers(model)
+    for layer in layers.values():
+        holders = [held.get((id(layer), key)) for key in _KEYS]
+        layer.__dict__["_holders"] = None if None in holders else tuple(holders)
+    _require_known_shards(model, layers)
+
+
+def _require_known_shards(model: nn.Module, layers: dict[str, LowRank]) -> None:
+    parallel, strange = [], []
+    for name, layer in layers.items():
+        for key, factor in zip(_KEYS, layer.stored_factors(), strict=True):
+            called = f"{name}.{key}".lstrip(".")
+            holder = layer.__dict__["_holders"]
+            if is_sharded(factor) and (holder is None or holder[0].is_dtensor):
+                parallel.append(called)
+            elif type(factor) is not nn.Parameter and not is_sharded(factor):
+                strange.append(called)
+    if parallel:
+        raise LayerError(
+            f"{listed(parallel)} are DTensors that FSDP2 does not hold, as tensor parallel plans "
+            "make them: a shrink would have to plan anew. Shard with fully_shard alone, or leave "
+            "these layers dense with decompose(…, skip=…)."
+        )
+    wrapped = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
+    if strange or wrapped:
+        raise LayerError(
+            f"parameters are held by FullyShardedDataParallel or a tensor subclass "
+            f"({listed(strange)}), which would undo a shrink. Use fully_shard (FSDP2) or "
+            "DistributedDataParallel."
+        )
+
+
+def shard_group(model: nn.Module) -> Group | None:
+    """Return the processes over which the factors of a model are sharded, None if they are not."""
+    for layer in low_rank_layers(model).values():
+        for factor in layer.stored_factors():
+            if is_sharded(factor) and Cut.of(factor) is not None:  # type: ignore[arg-type]
+                mesh = factor.device_mesh  # type: ignore[attr-defined]
+                return mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    return None
+
+
+def reshard(model: nn.Module) -> None:
+    """Free whatever is gathered, so that all modules hold parts."""
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+@torch.no_grad()
+def cut_shard(layer: LowRank, key: str, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Replace a sharded factor by its first ranks; return the old parameter and the new one."""
+    holder = layer.__dict__["_holders"][_KEYS.index(key)]
+    old, dim = holder.sharded_param, 1 if key == "u" else 0
+    part = first_ranks(old, dim, rank)
+    grad = None if old.grad is None else first_ranks(old.grad, dim, rank)
+    shape = [*old.shape]
+    shape[dim] = rank
+    _renew(holder, torch.empty(shape, dtype=old.dtype, device="meta"), old.requires_grad)
+    new = nn.Parameter(holder.to_sharded_dtensor(part), requires_grad=old.requires_grad)
+    holder._setattr_on_modules(new)
+    holder.reset_sharded_param()
+    if grad is not None and rank:
+        new.grad = holder.to_sharded_dtensor(grad)
+    return old, new
+
+
+def _renew(holder: Any, whole: torch.Tensor, requires_grad: bool) -> None:
+    """Make FSDP's object for a parameter anew, for one of another shape."""
+    kept = {key: vars(holder)[key] for key in ("_param_fqn",) if key in vars(holder)}
+    placement, offload = holder.fsdp_placement, _offload_policy(holder)
+    holder._post_load_hook_handle.remove()
+    vars(holder).pop("_unsharded_param", None)
+    holder.__init__(
+        nn.Parameter(whole, requires_grad=requires_grad),
+        holder._module_info,
+        holder.mesh_info,
+        holder.post_forward_mesh_info,
+        holder.device,
+        lambda _: placement,
+        holder.mp_policy,
+        offload,
+    )
+    vars(holder).update(kept)
+
+
+def _offload_policy(holder: Any) -> Any:
+    fsdp = sys.modules["torch.distributed.fsdp"]
+    if holder.offload_to_cpu:
+        return fsdp.CPUOffloadPolicy(pin_memory=holder.pin_memory)
+    return fsdp.OffloadPolicy()

@@ -1,0 +1,154 @@
+"""What the layers of a model see: second moments of their inputs, in one streaming pass."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.errors import DataError, LayerError, OptionError, listed
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import unwrapped
+from maestro_lod.layers.registry import low_rank_type
+from maestro_lod.planning import Plan, Tied, Where
+from maestro_lod.pretrained.observer import LARGEST_OUTPUT, Moments, Observer
+from maestro_lod.pretrained.whitening import energies, whitened_factors
+from maestro_lod.structure import Fill
+from maestro_lod.structure import svd as by_weights
+from maestro_lod.train.evaluate import Loss, call, device_of, in_mode, on_device
+
+Batches: TypeAlias = Iterable[Any]
+"""Batches as `fit` takes them, pairs (inputs, target), or inputs alone: a tensor, or a mapping of
+keyword arguments."""
+
+
+class Calibration:
+    """What the layers of a model see, by name; made by `calibrate`."""
+
+    def __init__(self, layers: Mapping[str, LowRank], *, has_gradients: bool = False) -> None:
+        self._layers, self.has_gradients = dict(layers), has_gradients
+        self.moments = {name: Moments() for name in layers}
+
+    @property
+    def unseen(self) -> list[str]:
+        """The layers that no sample reached: they are split by their weights alone."""
+        return [
+            name
+            for name, seen in self.moments.items()
+            if seen.inputs is None and seen.outputs is None
+        ]
+
+    def fill(self) -> Fill:
+        """Return what makes low-rank layers of dense ones by what was seen."""
+
+        def filled(name: str, dense: nn.Module, rank: int) -> LowRank:
+            seen, kind = self._of(name), low_rank_type(type(dense))
+            if seen is None:
+                return by_weights(name, dense, rank)
+            assert kind is not None
+            return kind.from_dense(
+                dense, rank, split=lambda w, r: whitened_factors(w, r, seen.inputs, seen.outputs)
+            )
+
+        return filled
+
+    def energies(self, name: str, dense: nn.Module) -> Tensor:
+        """Return how much each rank of a layer contributes to its outputs, first to last."""
+        weight = dense.weight
+        assert isinstance(weight, Tensor)
+        seen, layer = self._of(name) or Moments(), self._layers[name]
+        return energies(layer.to_matrices(weight.detach()), seen.inputs, seen.outputs)
+
+    def _of(self, name: str) -> Moments | None:
+        seen = self.moments.get(name)
+        return None if seen is None or (seen.inputs is None and seen.outputs is None) else seen
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    loss: Loss | None = None,
+    only: Where | None = None,
+    skip: Where | None = None,
+    tied: Tied = "keep",
+    memory: int = 2**31,
+) -> Calibration:
+    """Run a dense model over batches and return what its layers see; changes nothing.
+
+    With `loss(output, target)` the gradients of each layer's outputs are seen too: errors then
+    count by what they do to the loss, and layers can be compared. Moments take at most `memory`
+    bytes at a time, else the batches are gone through several times. A layer that no batch reaches
+    is named in a warning and will be split by its weights alone; values that are not finite are
+    refused.
+    """
+    model = unwrapped(model)
+    plan = Plan(model, only=only, skip=skip, ranks=None, tied=tied)
+    layers = {name: _empty(plan.dense[name]) for name in plan.wanted()}
+    if not layers:
+        raise LayerError(f"no layer of {type(model).__name__} can be calibrated.")
+    data = list(batches) if isinstance(batches, Iterator) else batches
+    found = Calibration(layers, has_gradients=loss is not None)
+    for part in _parts(layers, memory, gradients=loss is not None):
+        _pass(Observer(model, plan, part, found.moments, gradients=loss is not None), data, loss)
+    for embedding in plan.heads.values():
+        found.moments[embedding].use_twice()
+    if found.unseen:
+        warnings.warn(
+            f"no calibration sample reached {listed(found.unseen)}: split by weights alone.",
+            stacklevel=2,
+        )
+    return found
+
+
+def _empty(dense: nn.Module) -> LowRank:
+    kind = low_rank_type(type(dense))
+    assert kind is not None
+    return kind.like(dense, 0)
+
+
+def _parts(
+    layers: Mapping[str, LowRank], memory: int, *, gradients: bool
+) -> Iterator[dict[str, LowRank]]:
+    """Split layers so that the moments of each part fit into memory, but for a single layer's."""
+    part: dict[str, LowRank] = {}
+    used = 0
+    for name, layer in layers.items():
+        m, n = layer.matrix_shape
+        size = 8 * layer.groups * (n * n + (m * m if gradients and m <= LARGEST_OUTPUT else 0))
+        if part and used + size > memory:
+            yield part
+            part, used = {}, 0
+        part[name] = layer
+        used += size
+    yield part
+
+
+def _pass(observer: Observer, batches: Batches, loss: Loss | None) -> None:
+    """Run the model over all batches while a part of its layers is looked at."""
+    model, device, number = observer.model, device_of(observer.model), -1
+    with in_mode(model, training=False), observer.watching():
+        for number, batch in enumerate(batches):
+            observer.batch = number
+            inputs, target = split_batch(batch)
+            with torch.set_grad_enabled(loss is not None):
+                output = call(model, on_device(inputs, device))
+                if loss is not None:
+                    observer.differentiate(loss(output, on_device(target, device)))
+    if number < 0:
+        raise DataError("there is nothing to calibrate on: the data has no batch.")
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs of a batch and its target, None if it has none."""
+    if isinstance(batch, Tensor | Mapping):
+        return batch, None
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise OptionError(
+        f"a calibration batch is a {type(batch).__name__}. Give a tensor, a mapping of keyword "
+        "arguments, or a pair (inputs, target), whose inputs may be a tuple of arguments."
+    )

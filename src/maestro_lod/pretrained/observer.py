@@ -1,0 +1,184 @@
+"""Hooks that see what the layers of a dense model are called with, and what they say to a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.errors import DataError
+from maestro_lod.layers.embedding import LowRankEmbedding
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.registry import opened_type
+from maestro_lod.planning import Plan
+from maestro_lod.pretrained.rows import Rows, output_rows_of, recurrent_rows, rows_of
+
+LARGEST_OUTPUT = 4096  # of a layer whose output gradients are related to each other
+
+
+@dataclass
+class Moments:
+    """What was seen of one layer."""
+
+    inputs: Tensor | None = None
+    """The sum of x·xᵀ over all positions, for each group: (groups, n, n)."""
+    outputs: Tensor | None = None
+    """The same for the gradients of the outputs, (groups, m, m); of embeddings and wide outputs
+    the diagonal alone, (groups, m). None means that all outputs count the same."""
+    count: int = 0
+    """At how many positions the layer was used, or its experts together."""
+
+    def add(self, what: str, moment: Tensor) -> None:
+        known = getattr(self, what)
+        if known is None:
+            setattr(self, what, moment.double())
+        else:
+            known += moment
+
+    def use_twice(self) -> None:
+        """Let the rows of an embedding that is an output head too count the same, as it needs.
+
+        What the head multiplies and what is looked up count half each.
+        """
+        if self.inputs is not None:
+            usual = self.inputs.diagonal(dim1=1, dim2=2).mean()
+            self.inputs += usual * torch.eye(self.inputs.shape[1], device=self.inputs.device)
+            self.outputs = None
+
+
+class Observer:
+    """Sees what some layers of a model are called with, by hooks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        layers: Mapping[str, LowRank],
+        moments: Mapping[str, Moments],
+        *,
+        gradients: bool,
+    ) -> None:
+        self.model, self._plan, self._layers, self._moments = model, plan, layers, moments
+        self._gradients, self.batch = gradients, 0
+        self._outputs: list[tuple[str, Tensor]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at the layers inside the `with` block."""
+        modules = dict(self.model.named_modules())
+        opened = {part: whole for whole, parts in self._plan.opened.items() for part in parts}
+        wholes = {opened[name] for name in self._layers if name in opened}
+        with ExitStack() as hooks:
+
+            def hook(module: nn.Module, function: Callable[..., Any]) -> None:
+                handle = module.register_forward_hook(function, with_kwargs=True)
+                hooks.callback(handle.remove)
+
+            for name in self._layers.keys() - opened.keys():
+                hook(modules[name], self._seen(name))
+            for head, embedding in self._plan.heads.items():
+                if embedding in self._layers:
+                    hook(modules[head], self._head_seen(embedding))
+            for name in wholes:
+                hook(modules[name], self._opened(name, modules[name]))
+            hooks.enter_context(_without_nested_tensors(self.model))
+            yield
+
+    def _seen(self, name: str) -> Callable[..., Tensor | None]:
+        def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
+            layer, inputs = self._layers[name], (*args, *kwargs.values())
+            if isinstance(layer, LowRankEmbedding):
+                self._count_tokens(name, layer, inputs[0])
+                return None
+            with torch.no_grad():
+                for rows in rows_of(layer, *inputs):
+                    self._add(name, rows)
+            return self._remember(name, output) if self._gradients else None
+
+        return look
+
+    def _remember(self, name: str, output: Tensor) -> Tensor | None:
+        """Keep an output for its gradient; frozen layers give one that has it instead of theirs."""
+        frozen = not output.requires_grad
+        self._outputs.append((name, output.detach().requires_grad_() if frozen else output))
+        return self._outputs[-1][1].clone() if frozen else None
+
+    def _head_seen(self, embedding: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            rows = next(iter((*args, *kwargs.values())))
+            self._add(embedding, [rows.detach().reshape(-1, rows.shape[-1])])
+
+        return look
+
+    def _opened(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        """Look into a layer with several weights: run it once more, with parts that can be seen."""
+        if isinstance(module, nn.RNNBase):
+
+            def recurrent(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+                for part, rows in recurrent_rows(module, *args, **kwargs):
+                    if (full := f"{name}.{part}".lstrip(".")) in self._layers:
+                        self._add(full, rows)
+
+            return recurrent
+        opened = opened_type(type(module))(module)
+        for key, part in opened.named_children():
+            if (full := f"{name}.{key}".lstrip(".")) in self._layers:
+                part.register_forward_hook(self._seen(full), with_kwargs=True)
+
+        def again(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return opened(*args, **kwargs)
+
+        return again
+
+    def _count_tokens(self, name: str, layer: LowRankEmbedding, ids: Tensor) -> None:
+        counts = ids.detach().flatten().bincount(minlength=layer.num_embeddings)
+        self._moments[name].add("outputs", counts[None])
+        self._moments[name].count += ids.numel()
+
+    def _add(self, name: str, rows: Rows) -> None:
+        seen = self._moments[name]
+        seen.add("inputs", self._moment(name, rows))
+        seen.count += sum(len(each) for each in rows)
+
+    def _moment(self, name: str, rows: Rows) -> Tensor:
+        exact = [r.to(torch.promote_types(r.dtype, torch.float32)) for r in rows]
+        moment = torch.stack([r.mT @ r for r in exact])
+        if not bool(torch.isfinite(moment).all()):
+            raise DataError(
+                f"calibration batch {self.batch} gives NaN or infinite values at layer "
+                f"{name or '(the model itself)'}. Look at the batch, or compute in float32."
+            )
+        return moment
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Add what the loss says about the outputs of all layers that were called."""
+        outputs, self._outputs = self._outputs, []
+        gradients = torch.autograd.grad(loss, [y for _, y in outputs], allow_unused=True)
+        for (name, _), gradient in zip(outputs, gradients, strict=True):
+            layer = self._layers[name]
+            if gradient is None or (rows := output_rows_of(layer, gradient)) is None:
+                continue
+            wide = layer.matrix_shape[0] > LARGEST_OUTPUT
+            moment = self._diagonal(rows) if wide else self._moment(name, rows)
+            self._moments[name].add("outputs", moment)
+
+    def _diagonal(self, rows: Rows) -> Tensor:
+        return torch.stack([each.float().square().sum(0) for each in rows])
+
+
+@contextmanager
+def _without_nested_tensors(model: nn.Module) -> Iterator[None]:
+    """Keep torch's encoders from packing sequences, of which layers would see no plain tensor."""
+    encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
+    before = [encoder.use_nested_tensor for encoder in encoders]
+    try:
+        for encoder in encoders:
+            encoder.use_nested_tensor = False
+        yield
+    finally:
+        for encoder, use in zip(encoders, before, strict=True):
+            encoder.use_nested_tensor = use

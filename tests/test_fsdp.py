@@ -1,0 +1,191 @@
+"""A model sharded over two processes: one process on the whole batch, through shrinks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from maestro_lod import LoD, MaestroError, ranks
+from maestro_lod.train.strength import Budget
+from tests.test_ddp import OPTIMIZERS, batch, share, small_model
+
+EPOCHS, STEPS = 5, 3
+
+
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+class Checkpointed(nn.Module):
+    """Runs a part again in the backward."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.part, x, use_reentrant=False)
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    for layer in (model[0], model[4]):
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)  # the last layer belongs to the root
+
+
+def trained(name: str, dtype: torch.dtype = torch.float64, how: str = "") -> dict[str, Any]:
+    model = small_model(dtype)
+    if how == "checkpointed":
+        model[4] = Checkpointed(model[4])
+    if dist.is_initialized():
+        model = sharded(model, **({"reshard_after_forward": False} if how == "gathered" else {}))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    options: dict[str, Any] = {"penalty": 1e-3, "threshold": 1e-4}
+    if how == "proximal":
+        options |= {"penalty": 0.5, "proximal": True}
+    if how == "budget":
+        options = {"penalty": Budget(params=0.6, steps=2 * STEPS)}
+    train = LoD(model, optimizer, seed=5, **options)
+    lost = []
+    for epoch in range(EPOCHS):
+        for step in range(STEPS):
+            x, y = batch(100 * epoch + step, dtype)
+            if dist.is_initialized():
+                x, y = share(x), share(y)
+            with train.step():
+                loss = F.cross_entropy(model(x), y)
+                if how in ("loss", "gathered"):
+                    loss = loss + train.penalty_loss()
+                loss.backward()
+            if how not in ("loss", "gathered"):
+                train.add_penalty_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        if how not in ("budget", "proximal"):
+            make_useless(model, epoch)
+        lost.append(train.end_epoch())
+    state = {key: whole(value).detach().clone() for key, value in model.state_dict().items()}
+    moments = [
+        whole(value).clone()
+        for p in model.parameters()
+        for key, value in optimizer.state[p].items()
+        if key != "step"
+    ]
+    return {"state": state, "moments": moments, "lost": lost, "ranks": ranks(model)}
+
+
+@torch.no_grad()
+def make_useless(model: nn.Module, epoch: int) -> None:
+    """Zero the last rank of one layer, wherever it is."""
+    layer = [m for m in model.modules() if hasattr(m, "u")][epoch % 3]
+    keep = torch.ones(layer.rank, dtype=layer.u.dtype)
+    keep[-1] = 0.0
+    for factor, shape in zip(layer.stored_factors(), ((1, -1), (-1, 1)), strict=True):
+        scale = keep.view(*shape, *[1] * (factor.ndim - 2))
+        if isinstance(factor, DTensor):
+            full = whole(factor) * scale
+            factor.copy_(distribute_tensor(full, factor.device_mesh, factor.placements))
+        else:
+            factor.mul_(scale)
+
+
+def assert_same(results: list[dict[str, Any]], alone: dict[str, Any], within: float) -> None:
+    for result in results:
+        assert result["lost"] == alone["lost"] and result["ranks"] == alone["ranks"]
+        for key, value in alone["state"].items():
+            torch.testing.assert_close(result["state"][key], value, rtol=within, atol=within)
+        for mine, theirs in zip(result["moments"], alone["moments"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=within, atol=within)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("sgd", ""), ("adamw", ""), ("adamw", "loss"), ("sgd", "gathered"), ("sgd", "checkpointed")],
+)
+def test_shards_train_what_one_process_does_on_the_whole_batch(pair, name, how):
+    alone = trained(name, how=how)
+    assert sum(map(bool, alone["lost"])) >= 4
+    assert_same(pair(trained, name, torch.float64, how), alone, 1e-12)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_shards_train_the_same_in_single_precision(pair, name):
+    assert_same(pair(trained, name, torch.float32), trained(name, torch.float32), 1e-6)
+
+
+def lower_precision() -> dict[str, Any]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(small_model(torch.float32), mp_policy=policy)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train = LoD(model, optimizer, penalty=1e-3, threshold=1e-4)
+    for epoch in range(3):
+        x, y = batch(epoch, torch.float32)
+        with train.step():
+            (F.cross_entropy(model(share(x)), share(y)) + train.penalty_loss()).backward()
+        kinds = {p.grad.dtype for p in model.parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        make_useless(model, epoch)
+        train.end_epoch()
+    return {
+        "ranks": ranks(model),
+        "kinds": kinds,
+        "loss": float(F.cross_entropy(model(x), y).detach()),
+    }
+
+
+def test_mixed_precision_goes_on_after_shrinks(pair):
+    full = ranks(small_model())
+    first, second = pair(lower_precision)
+    assert first["kinds"] == {torch.float32} and first["loss"] == second["loss"]
+    assert all(first["ranks"][name] == rank - 1 for name, rank in full.items())
+
+
+def without_a_layer() -> int:
+    model = sharded(small_model())
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    train = LoD(model, optimizer, threshold=1e-4)
+    for epoch in range(3):
+        x, y = batch(epoch)
+        with train.step():
+            F.cross_entropy(model(share(x)), share(y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for factor in model[4].stored_factors():
+                factor.zero_()
+        train.end_epoch()
+    return ranks(model)["4"]
+
+
+def test_a_sharded_layer_keeps_one_rank_of_zeros(pair):
+    assert pair(without_a_layer) == [1, 1]
+
+
+def message_for_tensor_parallel() -> str:
+    model = small_model()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    model[4].u = nn.Parameter(distribute_tensor(model[4].u.detach(), mesh))
+    with pytest.raises(MaestroError) as caught:
+        LoD(model, OPTIMIZERS["sgd"](model.parameters()))
+    return str(caught.value)
+
+
+def test_tensor_parallel_is_refused_when_lod_is_made(pair):
+    for message in pair(message_for_tensor_parallel):
+        assert "4.u" in message and "tensor parallel" in message and "fully_shard" in message
+
+
+@pytest.mark.parametrize("how", ["proximal", "budget"])
+def test_proximal_steps_and_budgets_see_all_shards(pair, how):
+    alone = trained("sgd", how=how)
+    assert any(alone["lost"])
+    assert_same(pair(trained, "sgd", torch.float64, how), alone, 1e-6)
