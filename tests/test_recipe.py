@@ -350,6 +350,7 @@ def test_list_of_settings_is_what_recipes_have() -> None:
             {"name": "constant"},
             {"name": "milestones", "epochs": [1]},
             {"name": "vaswani", "warmup": 1},
+            {"name": "cosine"},
         ):
             recipe = checked(MINIMAL | {"optimizer": optimizer, "schedule": schedule}, "here")
             written |= keys_of(yaml.safe_load(dumped(recipe)))

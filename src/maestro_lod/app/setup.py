@@ -34,7 +34,7 @@ from maestro_lod.train.evaluate import (
     on_device,
 )
 from maestro_lod.train.method import Method, Schedule
-from maestro_lod.train.schedule import milestones, vaswani
+from maestro_lod.train.schedule import cosine, linear, milestones, vaswani
 
 
 @dataclass(frozen=True)
@@ -199,10 +199,12 @@ def loss_of(recipe: Recipe) -> Loss:
 
 
 def _schedule(recipe: Recipe, data: Data) -> Schedule | None:
-    chosen = recipe.schedule
+    chosen, steps = recipe.schedule, -(-len(data.train) // recipe.accumulate)
     if isinstance(chosen, settings.Milestones):
-        steps = -(-len(data.train) // recipe.accumulate)
         return milestones(chosen.epochs, steps, chosen.factor)
+    if isinstance(chosen, settings.Falling):
+        falling = {"cosine": cosine, "linear": linear}[chosen.name]
+        return falling(recipe.epochs * steps, warmup=chosen.warmup, end=chosen.end)
     if isinstance(chosen, settings.Vaswani):
         return vaswani(chosen.warmup)
     return None

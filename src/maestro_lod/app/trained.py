@@ -122,20 +122,28 @@ def search(trained: Trained, **options: Any) -> Frontier:
 
 
 def find_frontier(
-    trained: Trained, *, method: str = "look-ahead", progress: Progress | None = None
+    trained: Trained,
+    *,
+    method: str = "look-ahead",
+    cost: str = "macs",
+    progress: Progress | None = None,
 ) -> Frontier:
     """Search the sizes of a run's model, and write them to frontier.json and the elastic file.
 
     A search that was stopped goes on where it was.
     """
     data, run = trained.data, trained.run
-    journal = run.directory / f"frontier-{method}.jsonl"
+    journal = run.directory / f"frontier-{method}{'' if cost == 'macs' else f'-{cost}'}.jsonl"
     with alone_in(run.directory):
         remove_leftovers(run.directory)
-        found = search(trained, method=method, progress=progress, resume=journal)
+        found = search(trained, method=method, cost=cost, progress=progress, resume=journal)
         measured = latency(trained.model, data.example)
         found = found.with_latency(measured.predict, measured.dense)
-        of_model = {"weights": weights_digest(trained.model)}
+        held_out = "training" if data.validation is None else "validation"
+        of_model = {
+            "weights": weights_digest(trained.model),
+            "measured_on": {"loss": "training", "accuracy": held_out},
+        }
         run.write_json("frontier.json", {**json.loads(found.to_json()), **of_model})
         if trained.low_rank:  # one file, every size, and how to choose among them
             save(trained.model, run.model_file, frontier=found)

@@ -26,6 +26,7 @@ from maestro_lod.deploy.timing import run as run_call
 from maestro_lod.errors import LayerError, OptionError, OutputError, listed, nearest
 from maestro_lod.files import replacing, replacing_directory
 from maestro_lod.layers.ranks import ranks as ranks_of
+from maestro_lod.shown import Telling
 from maestro_lod.surgery import extract
 from maestro_lod.table import table
 from maestro_lod.train.evaluate import device_of
@@ -144,6 +145,7 @@ def deploy_size(
     """
     out = Path(out)
     require_usable(out, formats)
+    tell = Telling("deploy")
     chosen = _Chosen.of(model, sizes, limits, example, multiple, judge, fast)
     dense, test = all_dense(model), test or (lambda plain: {})
     unhealed = None
@@ -153,7 +155,7 @@ def deploy_size(
     reached, of_dense = test(chosen.plain), test(dense)
     cost, dense_cost = (cost_of(plain, example) for plain in (chosen.plain, dense))
     with replacing_directory(out) as place:
-        writer = _Writer(chosen.plain, dense, place, example, limits.get("max_latency"), fast)
+        writer = _Writer(chosen.plain, dense, place, example, limits.get("max_latency"), fast, tell)
         for format_ in formats:
             writer.write(format_)
         if int8 and "onnx" in formats:
@@ -227,6 +229,7 @@ class _Writer:
     example: Example
     most_seconds: float | None
     fast: bool
+    tell: Telling
     files: dict[str, Deployed] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -237,6 +240,7 @@ class _Writer:
     def write(self, format_: str, quantize: Literal["int8"] | None = None) -> None:
         """Write one file, or note why it is left out."""
         name = f"model.{quantize}.{format_}" if quantize else f"model.{format_}"
+        self.tell(lambda: f"writing {name}")
         try:
             file = self._written(self.folder / name, format_, quantize)
         except (LayerError, OptionError, OutputError) as error:  # not a full disk

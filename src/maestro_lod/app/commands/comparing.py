@@ -14,7 +14,8 @@ from maestro_lod.app.compare.contenders import known
 from maestro_lod.app.compare.words import told
 from maestro_lod.app.display import Display
 from maestro_lod.app.recipe import load_recipe
-from maestro_lod.app.terminal import say, stoppable
+from maestro_lod.app.stopping import stoppable
+from maestro_lod.app.terminal import say
 from maestro_lod.errors import OptionError
 
 Methods = Annotated[str, typer.Option(help=f"Of: {', '.join(known())}.")]
