@@ -49,7 +49,7 @@ bench: $(VENV)/.installed  ## measure training steps and single layers against d
 
 docs: $(VENV)/.installed  ## build the site of the documentation, strictly, to site/
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: $(VENV)/.installed  ## build wheel and sdist, and try the wheel with torch and safetensors alone
 	$(BIN)/pip install --quiet build

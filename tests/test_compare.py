@@ -134,7 +134,7 @@ class Notes:
 
 METHODS = [
     "dense", "svd", "lod", "elastic", "narrow", "pufferfish", "svd-finetuned", "cuttlefish",
-    "spectral",
+    "spectral", "imp", "raregems", "xnor",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from maestro_lod import LoD, MaestroError, ranks
+from maestro_lod import LoD, MaestroError, load, ranks, save
 from maestro_lod.train.strength import Budget
 from tests.test_ddp import OPTIMIZERS, batch, share, small_model
 
@@ -189,3 +190,42 @@ def test_proximal_steps_and_budgets_see_all_shards(pair, how):
     alone = trained("sgd", how=how)
     assert any(alone["lost"])
     assert_same(pair(trained, "sgd", torch.float64, how), alone, 1e-6)
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(directory: Path) -> dict[str, Any]:
+    model = sharded(small_model())
+    train = LoD(model, OPTIMIZERS["sgd"](model.parameters()), threshold=1e-4)
+    x, y = batch(0)
+    with train.step():
+        F.cross_entropy(model(share(x)), share(y)).backward()
+    train.optimizer.step()
+    make_useless(model, 0)
+    train.end_epoch()
+    save(model, directory / "shards.safetensors")
+    again = load(directory / "shards.safetensors", into=sharded(small_model()))
+    fewer = load(directory / "shards.safetensors", into=sharded(small_model()), ranks={"4": 3})
+    with torch.no_grad():
+        outputs = [part(x) for part in (model, again, fewer)]
+    F.cross_entropy(fewer(share(x)), share(y)).backward()  # which goes on to train
+    with pytest.raises(MaestroError, match="no directory"):
+        save(model, directory / "none" / "shards.safetensors")
+    return {"outputs": outputs, "ranks": ranks(fewer)}
+
+
+def test_a_file_from_shards_is_the_file_of_the_whole_model(pair, tmp_path):
+    first, second = pair(saved_and_loaded, tmp_path)
+    x, _ = batch(0)
+    alone = load(tmp_path / "shards.safetensors", into=small_model())
+    save(alone, tmp_path / "whole.safetensors")
+    whole_file, of_shards = (tmp_path / f"{n}.safetensors" for n in ("whole", "shards"))
+    assert whole_file.read_bytes() == of_shards.read_bytes()
+    fewer = load(of_shards, into=small_model(), ranks={"4": 3})
+    assert first["ranks"] == ranks(fewer)
+    with torch.no_grad():
+        expected = [alone(x), alone(x), fewer(x)]
+    for outputs in (first["outputs"], second["outputs"]):
+        for mine, theirs in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)

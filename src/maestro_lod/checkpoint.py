@@ -8,6 +8,7 @@ are stored once. `load` reads both.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -20,6 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from maestro_lod.deploy.points import Frontier
+from maestro_lod.distributed.fsdp import shard_group
+from maestro_lod.distributed.shard_files import fill_shards, write_by_the_first
 from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
 from maestro_lod.handover import copy_on_meta
 from maestro_lod.layers.ranks import (
@@ -42,7 +45,13 @@ from maestro_lod.structure import (
     structure_of,
     uninitialized,
 )
-from maestro_lod.tensors import TensorFile, distinct, opened_file, write_tensors
+from maestro_lod.tensors import (
+    TensorFile,
+    distinct,
+    in_written_order,
+    opened_file,
+    write_tensors,
+)
 
 _ELASTIC, _PLAIN, _VERSION = "maestro-lod", "maestro-lod plain", 1
 
@@ -52,7 +61,8 @@ def save(
 ) -> None:
     """Write a low-rank model to one safetensors file that holds every size; atomic.
 
-    With its frontier in the file, `load` can choose a size by what it may cost.
+    With its frontier in the file, `load` can choose a size by what it may cost. A model that is
+    sharded over processes is saved by all of them at once: the first one writes.
     """
     model = unwrapped(model)
     layers = require_low_rank(model)
@@ -78,7 +88,11 @@ def save(
     metadata |= {key: json.dumps(value) for key, value in header.items()}
     if frontier is not None:
         metadata["frontier"] = frontier.to_json()
-    write_tensors(tensors, metadata, Path(path))
+    write = functools.partial(write_tensors, tensors, metadata, Path(path))
+    if (group := shard_group(model)) is None:
+        write()
+    else:
+        write_by_the_first(tensors, in_written_order(tensors), write, Path(path), group)
 
 
 def save_plain(model: nn.Module, path: Path) -> None:
@@ -279,6 +293,9 @@ def _load(
             f"{path} cannot be loaded into a model on the meta device, which has no memory. Call "
             "model.to_empty(device=…) first."
         )
+    if shard_group(into) is not None:
+        _load_shards(contents, file, path, into, ranks)
+        return into
     # a rehearsal on a copy without memory: torch's own checks, and nothing half-loaded
     rehearsal = copy_on_meta(into)
     try:
@@ -299,6 +316,32 @@ def _load(
         for alias, first in contents.aliases.items():
             _tie(model, alias, first)
     return model
+
+
+def _load_shards(
+    contents: _Contents, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
+) -> None:
+    """Load into a model that is sharded over processes, each of which calls this."""
+    stored, layers = contents.ranks, low_rank_layers(into)
+    full = {name: (rank, layers[name].full_rank) for name, rank in stored.items() if name in layers}
+    chosen = stored | (resolve(ranks, full) if ranks is not None else {})
+    first = contents.aliases
+    factors = {f"{n}.{f}".lstrip("."): (chosen[n], f) for n in chosen for f in "uv"}
+
+    def read(key: str) -> Tensor:
+        key = first.get(key, key)
+        rank, factor = factors.get(key, (None, ""))
+        value = file.read(key, rank)
+        return value.transpose(0, 1) if factor == "u" else value
+
+    shapes = {key: [*shape] for key, shape in file.shapes.items()}
+    for key, (rank, factor) in factors.items():
+        if key in shapes:
+            shapes[key][0] = rank
+            if factor == "u":
+                shapes[key][:2] = reversed(shapes[key][:2])
+    shapes |= {alias: shapes[key] for alias, key in first.items()}
+    fill_shards(into, chosen, shapes, read, path)
 
 
 def _state(contents: _Contents, file: TensorFile, ranks: Mapping[str, int]) -> dict[str, Tensor]:

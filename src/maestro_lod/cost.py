@@ -147,9 +147,10 @@ def count_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def count_bits(model: nn.Module) -> int:
-    """Count the bits of all parameters; shared ones once."""
-    return sum(8 * p.nbytes for p in model.parameters())
+def count_bits(model: nn.Module, params: int | None = None) -> int:
+    """Count the bits of all parameters, or of as many as a plain form of the model has."""
+    bits = sum(8 * p.nbytes for p in model.parameters())
+    return bits if params is None else bits * params // max(count_params(model), 1)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from maestro_lod.digests import LENGTH, block_ends, digest, digests
+from maestro_lod.distributed.shards import gathered, local_part
 from maestro_lod.errors import CheckpointError
 from maestro_lod.files import replacing, writing
 
@@ -55,7 +56,7 @@ def distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str
                 "hold. Save it separately."
             )
         _require_storable(key, value)
-        where = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        where = (local_part(value).data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() and where in first:
             aliases[key] = first[where]
         else:
@@ -84,8 +85,7 @@ def write_tensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], path:
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Fill a file: room for the header, then the tensors, whose digests complete the header."""
-    # wide numbers first, as other writers do: all of them lie at multiples of their size
-    order = sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
+    order = in_written_order(tensors)
     entries: dict[str, dict[str, Any]] = {}
     count = end = 0
     for key in order:
@@ -108,6 +108,14 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str
         file.write(_proven(struct.pack("<Q", length), header("".join(proofs))))
 
 
+def in_written_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names in the order in which tensors are written.
+
+    Wide numbers come first, as other writers do: all of them lie at multiples of their size.
+    """
+    return sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
+
+
 def _ends(shape: Any, size: int) -> list[int]:
     """Return where the blocks of a tensor end, whose rows are along its first dimension."""
     if not size:
@@ -120,7 +128,7 @@ def _write(value: Tensor, file: BinaryIO) -> str:
     """Write the bytes of a tensor and return their digests."""
     if not value.numel():
         return ""
-    packed = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    packed = gathered(value).detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = memoryview((ctypes.c_char * packed.nbytes).from_address(packed.data_ptr())).cast("B")
     file.write(data)
     return digests(data, _ends(packed.shape, packed.nbytes))

@@ -221,6 +221,7 @@ class Run(RunDirectory):
             model = load(self.model_file, into=model)
         else:
             state = load_state(self.model_file)
+            self.recipe.settings.reshape(model, state)
             try:
                 model.load_state_dict(state)
             except RuntimeError as error:

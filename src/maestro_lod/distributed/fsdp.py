@@ -99,17 +99,24 @@ def cut_shard(layer: LowRank, key: str, rank: int) -> tuple[nn.Parameter, nn.Par
     """Replace a sharded factor by its first ranks; return the old parameter and the new one."""
     holder = layer.__dict__["_holders"][_KEYS.index(key)]
     old, dim = holder.sharded_param, 1 if key == "u" else 0
-    part = first_ranks(old, dim, rank)
     grad = None if old.grad is None else first_ranks(old.grad, dim, rank)
-    shape = [*old.shape]
-    shape[dim] = rank
+    new = put_shard(layer, key, first_ranks(old, dim, rank), rank)
+    if grad is not None:
+        new.grad = holder.to_sharded_dtensor(grad)
+    return old, new
+
+
+@torch.no_grad()
+def put_shard(layer: LowRank, key: str, part: torch.Tensor, rank: int) -> nn.Parameter:
+    """Give a sharded factor another rank, of which this process holds a part; return it."""
+    holder = layer.__dict__["_holders"][_KEYS.index(key)]
+    old, dim = holder.sharded_param, 1 if key == "u" else 0
+    shape = [rank if d == dim else size for d, size in enumerate(old.shape)]
     _renew(holder, torch.empty(shape, dtype=old.dtype, device="meta"), old.requires_grad)
     new = nn.Parameter(holder.to_sharded_dtensor(part), requires_grad=old.requires_grad)
     holder._setattr_on_modules(new)
     holder.reset_sharded_param()
-    if grad is not None and rank:
-        new.grad = holder.to_sharded_dtensor(grad)
-    return old, new
+    return new
 
 
 def _renew(holder: Any, whole: torch.Tensor, requires_grad: bool) -> None:

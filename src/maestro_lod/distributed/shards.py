@@ -38,6 +38,13 @@ def local_part(value: Tensor) -> Tensor:
     return part
 
 
+def gathered(value: Tensor) -> Tensor:
+    """Return a tensor whole; of a sharded one all processes have to ask at once."""
+    with explaining_loss_of_others():
+        whole: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+    return whole
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a tensor is cut: along one dimension, over the processes of a group, this one being one.
@@ -136,6 +143,15 @@ def whole_norm(value: Tensor) -> float:
     return math.sqrt(float(square if cut is None else sum_over(square, cut.group)))
 
 
+def part_of(whole: Tensor, like_this: DTensor, shape: Sequence[int]) -> Tensor:
+    """Return what this process holds of a tensor of a shape, cut as another one is."""
+    cut = Cut.of(like_this)
+    if cut is None:
+        return whole
+    held = cut.held(shape[cut.dim])
+    return whole.narrow(cut.dim, held.start, len(held))
+
+
 @torch.no_grad()
 def first_ranks(value: DTensor, dim: int, rank: int) -> Tensor:
     """Return this process's part of the first ranks of a tensor, cut as the whole one was.
@@ -144,7 +160,7 @@ def first_ranks(value: DTensor, dim: int, rank: int) -> Tensor:
     """
     part, cut = local_part(value.detach()), Cut.of(value)
     if cut is None or cut.dim != dim:
-        return part.narrow(dim, 0, rank).clone()
+        return part.narrow(dim, 0, rank).clone(memory_format=torch.contiguous_format)
     had, gets = cut.held(value.shape[dim]), cut.held(rank)
     rows = part.movedim(dim, 0).contiguous()
     to = [_common(had, cut.held(rank, process)) for process in range(cut.world)]

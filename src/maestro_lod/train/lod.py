@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.calls import Example
+from maestro_lod.cost import count_bits
 from maestro_lod.distributed.agreement import Agreement
 from maestro_lod.distributed.ddp import renew, wrappers_of
 from maestro_lod.distributed.fsdp import adopt_shards
@@ -274,6 +275,8 @@ class LoD:
             macs=macs,
             relative_params=params / self.ledger.dense_params,
             relative_macs=None if macs is None or not dense_macs else macs / dense_macs,
+            bits=count_bits(self.model, params),
+            relative_bits=params / self.ledger.dense_params,
             ranks={name: layer.rank for name, layer in self._layers.items()},
             penalty=self.penalty,
             budget=None if self.steering is None else self.steering.share,

@@ -199,6 +199,13 @@ def _result_table(result: dict[str, Any]) -> str:
     if ranks:
         shown = "  ".join(f"{row['name']} {row['rank']}/{row['full_rank']}" for row in ranks[:12])
         lines.append(f"{'ranks':14}{shown}{'  …' if len(ranks) > 12 else ''}")
+    size = result["size"]
+    if "bits" in size and (size["bits"] != 32 * cost["fused_params"]):
+        indices = f", {size['index_bits'] // 8:,} more for indices" if "index_bits" in size else ""
+        lines.append(
+            f"{'stored':14}{size['params']:>14,}  values, {-(-size['bits'] // 8):,} bytes "
+            f"({size['relative_bits']:.2f}×){indices}"
+        )
     if result["ledger"] and result["ledger"]["relative_macs"] is not None:
         ledger = result["ledger"]
         lines.append(
