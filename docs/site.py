@@ -11,9 +11,9 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 ORDER = {
     "Start": ["index", "quickstart", "own-model", "sizes", "deploy", "faq"],
-    "Train": ["recipes", "tuning", "data", "models", "methods", "pretrained", "trainers"],
+    "Train": ["recipes", "tuning", "data", "models", "layers", "methods", "pretrained", "trainers"],
     "Integrations": ["huggingface", "federated", "scale"],
-    "Behind it": ["idea", "reliability", "compare", "paper/index"],
+    "Behind it": ["idea", "reliability", "compare", "measured", "paper/index"],
     "Reference": ["api", "release", "contributing"],
 }
 """Pages by section; one that is not there is left out, one that is not named comes last."""

@@ -46,11 +46,11 @@ def test_sizes_are_named_by_their_share_of_the_dense_form() -> None:
 
 
 def test_quality_is_one_number_and_says_on_which_data() -> None:
-    assert [fact.name for fact in sizes().facts][0] == "validation accuracy"
+    assert next(fact.name for fact in sizes().facts) == "validation accuracy"
     assert not any("loss" in fact.name for fact in sizes().facts)
     assert "compared on validation data" in sizes().remarks()
     older = sizes(measured_on=None)
-    assert [fact.name for fact in older.facts][0] == "accuracy"
+    assert next(fact.name for fact in older.facts) == "accuracy"
     assert "validation" not in older.remarks()
 
 
