@@ -18,6 +18,7 @@ from maestro_lod.app.trained import Trained
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.methods import METHODS
 from maestro_lod.train.fit import fit
+from maestro_lod.train.method import RunPlan
 from runs import assert_same_end, stopped
 
 BATCHES = 6
@@ -199,6 +200,20 @@ def test_a_method_refuses_another_model() -> None:
     other = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     with pytest.raises(lod.MaestroError, match="made for another model"):
         fit(other, setup.data.train, optimizer=setup.optimizer, epochs=1, method=setup.method)
+
+
+def test_a_wrapped_model_is_refused() -> None:
+    setup = Setup.of(small("narrow"))
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(setup.model)
+        with pytest.raises(lod.MaestroError, match="Narrow trains in one process"):
+            setup.method.start(wrapped, setup.optimizer, RunPlan(2, 3))
+        del wrapped
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_more_epochs_go_on_in_the_last_stage(tmp_path: Path) -> None:

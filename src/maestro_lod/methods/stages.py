@@ -41,6 +41,11 @@ class Staged(Dense):
         if self.optimizer is not optimizer or self.model is not unwrapped(model):
             kind = type(self).__name__
             raise OptionError(f"{kind} was made for another model or optimizer than fit was given.")
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise OptionError(
+                f"{type(self).__name__} trains in one process: what it exchanges, masks or adds to "
+                "gradients, DistributedDataParallel would not see. Give the inner model."
+            )
         epochs = self.plan.epochs or plan.epochs
         self.plan = RunPlan(epochs, plan.steps_per_epoch, plan.schedule, plan.loss_of)
 
