@@ -160,8 +160,12 @@ class Plan:
             *_stretched(self.base, pace.epochs),
             *changes,
         ]
-        recipe = load_recipe(self.recipe, [*mine, *contender.changes(size), *common])
-        name = [contender.trained_as, *([] if size is None else [f"size={size:g}"])]
+        own = contender.chosen(min(self.sizes))
+        sized = contender.at_size(size)
+        recipe = load_recipe(
+            self.recipe, [*mine, f"method={contender.method}", *own, *sized, *common]
+        )
+        name = [contender.place, *own, *([] if size is None else [f"size={size:g}"])]
         name += [f"lr={pace.rate:g}", f"epochs={pace.epochs}", f"seed={seed}", *changes]
         return Run(self.out / "runs" / ",".join(name), recipe)
 
