@@ -29,7 +29,7 @@ ROWS: dict[str, tuple[list[str], list[int]]] = {
     "lod": ([], [9]),
     "dense": ([], [9]),
     "narrow": (["size=0.3"], [9]),
-    "svd": (["size=0.4", "finetune=0.5"], [9, 12, 15]),
+    "svd": (["size=0.4", "finetune=0.5", "decompose.only=[fc1, fc2]"], [9, 12, 15]),
     "pufferfish": (["size=0.3", "optimizer.weight_decay=1e-3", "optimizer.decay_norms=false"],
                    [3, 6, 15]),
     "cuttlefish": (["epsilon=100", "window=2", "optimizer.weight_decay=1e-3"], [9, 12, 15]),
@@ -67,6 +67,17 @@ def test_a_run_goes_on_bit_for_bit(
     run = stopped(small(name), tmp_path / "parts", steps)
     Run.open(run.directory).train()
     assert_same_end(whole[name].directory, run.directory)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("pufferfish", 9), ("imp", 15)])
+def test_a_run_with_channels_last_goes_on_bit_for_bit(
+    name: str, steps: int, tmp_path: Path
+) -> None:
+    recipe = small(name, "channels_last=true")
+    Run.create(recipe, tmp_path / "whole").train()
+    run = stopped(recipe, tmp_path / "parts", steps)
+    Run.open(run.directory).train()
+    assert_same_end(tmp_path / "whole", run.directory)
 
 
 @pytest.mark.parametrize("name", ROWS)
