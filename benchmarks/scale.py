@@ -194,9 +194,9 @@ def _breaks(small: Sizes) -> list[str]:
         f"   stores and sends {waste:.2f}× of what there is, and shrinking more gives nothing. Cut",
         "   `v` across its ranks (`fully_shard(…, shard_placement_fn=across_ranks(model))`): no",
         "   padding, and no row moves at a shrink. Or shard within nodes and replicate over them.",
-        "2. **Full rank at the start** needs more memory and bandwidth than the dense model, see the",
-        "   table. Start from less: `decompose(model, ranks=0.5)`.",
-        "3. **Agreement**: the ranks of all layers from all workers, at the first step of an epoch,",
+        "2. **Full rank at the start** needs more memory and bandwidth than the dense model: see",
+        "   the table. Start from less: `decompose(model, ranks=0.5)`.",
+        "3. **Agreement**: the ranks of all layers from all workers, at an epoch's first step,",
         "   every 64 steps and at its end: a few kilobytes each, some megabytes on 1,024 workers.",
         "   Seldom, but it grows with their number.",
     ]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -17,6 +17,7 @@ from maestro_lod.distributed.processes import sum_over, told_by
 from maestro_lod.errors import MaestroError, OptionError, TrainingError
 
 T = TypeVar("T")
+_torch: Any = dist  # which does not say that it exports all that it documents
 
 _WAIT = timedelta(minutes=30)  # for the first process, which tests and writes the model alone
 
@@ -45,7 +46,13 @@ def together(device: str) -> Iterator[None]:
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_WAIT)
+    store, process, world = next(_torch.rendezvous("env://", timeout=_WAIT))
+    # torchrun keeps its store when it starts processes again: the addresses of those that have
+    # ended are still in it, and would be waited for
+    attempt = _torch.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", store=attempt, rank=process, world_size=world, timeout=_WAIT
+    )
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from maestro_lod.distributed.batches import share_of, whole_score
 from maestro_lod.distributed.ddp import follow, inside, quiet
+from maestro_lod.distributed.norms import WholeBatchNorm
 from maestro_lod.errors import (
     OptionError,
     TrainingError,
@@ -202,8 +203,10 @@ class _Step:
         inputs, target = on_device(inputs, device), on_device(target, device)
         last: tuple[Tensor, Any] | None = None
 
+        shared = WholeBatchNorm(part > 0) if self.options.share_batches else nullcontext()
+
         def forward() -> Any:
-            with autocast(device, amp):
+            with autocast(device, amp), shared:
                 return call(self.model, inputs)
 
         def loss(output: Any) -> Tensor:

@@ -1,0 +1,67 @@
+"""BatchNorm over all parts of a batch: its statistics are those of the whole one.
+
+torch has that for GPUs only, as a module of another type. Here the operation itself is exchanged,
+for as long as a forward lasts: the model stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.nn import functional as together
+from torch.overrides import TorchFunctionMode
+
+
+class WholeBatchNorm(TorchFunctionMode):
+    """Inside, BatchNorms in training mode see the samples of all processes.
+
+    One that runs only because others wait for it does not count.
+    """
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.batch_norm and args[5]:  # in training mode
+            return self._normed(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _normed(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        _training: bool,
+        momentum: float,
+        eps: float,
+        _cudnn: bool,
+    ) -> Tensor:
+        others = [d for d in range(input.ndim) if d != 1]
+        shape = [1, -1, *[1] * (input.ndim - 2)]
+        mine = float(self._counts)
+        count = input.new_tensor([mine * input.numel() / input.shape[1]])
+        summed = _summed(torch.cat([mine * input.sum(others), count]))
+        total, n = summed[:-1], summed[-1].detach()
+        centred = input - (total / n).view(shape)
+        var = _summed(mine * centred.square().sum(others)) / n
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.lerp_(total / n, momentum)
+                running_var.lerp_(var * n / (n - 1), momentum)
+        normed = centred * (var + eps).rsqrt().view(shape)
+        if weight is not None and bias is not None:
+            normed = normed * weight.view(shape) + bias.view(shape)
+        return normed
+
+
+def _summed(values: Tensor) -> Tensor:
+    """Sum over all processes; so is the gradient."""
+    total: Tensor = together.all_reduce(values)  # type: ignore[no-untyped-call]
+    return total
