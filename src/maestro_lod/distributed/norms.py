@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.nn import functional as together
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from maestro_lod.distributed.processes import sum_over
 
 
 class WholeBatchNorm(TorchFunctionMode):
@@ -27,22 +29,24 @@ class WholeBatchNorm(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.batch_norm and args[5]:  # in training mode
-            return self._normed(*args)
+        if func is F.batch_norm:
+            return self._normed(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _normed(
         self,
         input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
         running_mean: Tensor | None,
         running_var: Tensor | None,
-        _training: bool,
-        momentum: float,
-        eps: float,
-        _cudnn: bool,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
     ) -> Tensor:
+        if not training:
+            known = (input, running_mean, running_var, weight, bias)
+            return F.batch_norm(*known, training=False, momentum=momentum, eps=eps)
         others = [d for d in range(input.ndim) if d != 1]
         shape = [1, -1, *[1] * (input.ndim - 2)]
         mine = float(self._counts)
@@ -61,7 +65,18 @@ class WholeBatchNorm(TorchFunctionMode):
         return normed
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return sum_over(values.clone(), None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return sum_over(grad.clone(), None)
+
+
 def _summed(values: Tensor) -> Tensor:
     """Sum over all processes; so is the gradient."""
-    total: Tensor = together.all_reduce(values)  # type: ignore[no-untyped-call]
+    function: Any = _Sum
+    total: Tensor = function.apply(values)
     return total
