@@ -82,14 +82,14 @@ def counted(model: nn.Module, sent: dict[str, int]) -> Iterator[None]:
         model.register_comm_hook(None, hook)
         yield
         return
-    kinds = {"all_gather_into_tensor": "weights", "reduce_scatter_tensor": "gradients"}
+    kinds = {"all_gather_single": "weights", "reduce_scatter_single": "gradients"}
     real = {name: getattr(dist, name) for name in kinds}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            whole = kwargs.get("output_tensor", args[0] if args else None)
-            whole = kwargs.get("input", whole) if name.startswith("reduce") else whole
-            sent[kinds[name]] = sent.get(kinds[name], 0) + whole.nbytes
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            whole = max(t.nbytes for t in tensors)  # of one that is scattered or gathered
+            sent[kinds[name]] = sent.get(kinds[name], 0) + whole
             return real[name](*args, **kwargs)
 
         return call
@@ -137,6 +137,8 @@ def bytes_per_step(name: str, how: str) -> list[dict[str, int]]:
             sent.clear()
             step()
             stored = sum(p.numel() for p in inner.parameters())
+            if not sent:
+                raise SystemExit(f"{how} sent nothing that was seen: this torch calls others")
             rows.append({"stored_bytes": 4 * stored, **sent, "sent": sum(sent.values())})
             make_useless(inner)
             train.end_epoch()
