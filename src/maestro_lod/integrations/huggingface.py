@@ -21,6 +21,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from maestro_lod.checkpoint import load, save
 from maestro_lod.errors import CheckpointError, LayerError
+from maestro_lod.integrations.stock_directories import is_stock, load_stock
 from maestro_lod.layers.ranks import Ranks, require_low_rank
 from maestro_lod.layers.uses import role_of
 
@@ -80,13 +81,16 @@ def from_pretrained(
     ranks: Ranks | None = None,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """Return the model that `save_pretrained` wrote, in eval mode, like the stock function does.
+    """Return the model that was saved to a directory, in eval mode, like the stock function does.
 
-    Nothing is downloaded: the architecture is one of the installed transformers. Only the `ranks`
-    asked for are read, see `maestro_lod.load`; `dtype` is that of the saved model unless given.
+    It was saved by `save_pretrained` of this module, or by transformers: `Trainer.save_model`, a
+    checkpoint of a Trainer, `extract(model).save_pretrained`. Nothing is downloaded: the
+    architecture is one of the installed transformers. Only the `ranks` asked for are read, see
+    `maestro_lod.load`; `dtype` is that of the saved model unless given.
     """
     directory = Path(directory)
-    for needed in (_CONFIG, _WEIGHTS):
+    stock = not (directory / _WEIGHTS).is_file() and is_stock(directory)
+    for needed in (_CONFIG,) if stock else (_CONFIG, _WEIGHTS):
         if not (directory / needed).is_file():
             raise CheckpointError(
                 f"{directory} has no {needed}. Give a directory that save_pretrained wrote."
@@ -96,9 +100,12 @@ def from_pretrained(
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory / _CONFIG} cannot be read ({reason}).") from error
-    kind: Any = _architecture(config, directory)  # its methods are not annotated
+    kind: Any = architecture_of(config, directory)  # its methods are not annotated
     model: PreTrainedModel = kind._from_config(config, dtype=dtype or config.dtype).eval()
-    load(directory / _WEIGHTS, into=model, ranks=ranks)
+    if stock:
+        load_stock(model, directory, ranks)
+    else:
+        load(directory / _WEIGHTS, into=model, ranks=ranks)
     if _shares_head(model):
         model.config.tie_word_embeddings = False
     if (directory / _GENERATION).is_file():
@@ -106,7 +113,8 @@ def from_pretrained(
     return model
 
 
-def _architecture(config: PreTrainedConfig, directory: Path) -> type[PreTrainedModel]:
+def architecture_of(config: PreTrainedConfig, directory: Path) -> type[PreTrainedModel]:
+    """Return the class of the model that a directory holds, one of the installed transformers."""
     name = (config.architectures or ["none"])[0]
     found = getattr(transformers, name, None)
     if isinstance(found, type) and issubclass(found, PreTrainedModel):

@@ -1,0 +1,80 @@
+"""A SuperLink and four SuperNodes as real processes on this machine, one per tier.
+
+    python examples/flower/processes.py [model.safetensors]
+
+On several machines the same commands run there, with addresses and certificates of their own.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE, BIN = Path(__file__).parent.resolve(), Path(sys.executable).parent
+TIERS = ("0.125", "0.25", "0.5", "1.0")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody uses now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def wait_for(port: int, seconds: int = 120) -> None:
+    """Wait until somebody listens."""
+    for _ in range(seconds):
+        with socket.socket() as one:
+            if one.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(1)
+    sys.exit(f"nobody listens on port {port} after {seconds} s")
+
+
+def main(file: Path) -> int:
+    fleet, control, runtime, *nodes = free_ports(3 + len(TIERS))
+    started: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as home:
+        config = (
+            f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{control}"'
+        )
+        (Path(home) / "config.toml").write_text(config + "\ninsecure = true\n")
+        path = os.pathsep.join([str(BIN), os.environ["PATH"]])  # a SuperLink starts others by name
+        told = {"FLWR_HOME": home, "FLWR_TELEMETRY_ENABLED": "0", "PATH": path}
+        environment = os.environ | told
+
+        def start(program: str, *arguments: str) -> None:
+            command = [str(BIN / program), "--insecure", *arguments]
+            started.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+
+        try:
+            start(
+                "flower-superlink", "--fleet-api-address", f"127.0.0.1:{fleet}",
+                "--control-api-address", f"127.0.0.1:{control}", "--port", str(runtime),
+                "--host", "127.0.0.1",
+            )  # fmt: skip
+            for part, (tier, port) in enumerate(zip(TIERS, nodes, strict=True)):
+                start(
+                    "flower-supernode", "--superlink", f"127.0.0.1:{fleet}", "--port", str(port),
+                    "--node-config", f"partition-id={part} tier={tier}",
+                )  # fmt: skip
+            wait_for(control)
+            run = [BIN / "flwr", "run", HERE, "here", "--stream", "-c", f'file="{file.resolve()}"']
+            done = subprocess.run([*map(str, run)], env=environment, check=False)
+        finally:
+            for process in started:
+                process.terminate()
+            for process in started:
+                process.wait(30)
+    return done.returncode if file.exists() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "model.safetensors")))
