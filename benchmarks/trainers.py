@@ -14,6 +14,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,8 @@ from maestro_lod import LoD, decompose
 from maestro_lod.app.models.lenet import LeNet
 
 Step = Callable[[], object]
+PAGE = Path(__file__).parent.parent / "docs" / "trainers.md"
+START, END = "<!-- benchmarks/trainers.py -->\n", "<!-- end -->"
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -148,6 +151,14 @@ def processor_seconds(variants: dict[str, Step], rounds: int) -> Times:
     return times
 
 
+def table(answer: dict[str, Any]) -> str:
+    """Return the table of the page."""
+    lines = ["| trainer | time of a step, × by hand |", "|---|---|"]
+    lines += [f"| {name} | {ratio:.3f} |" for name, ratio in answer["over_by_hand"].items()]
+    lines += ["", f"({answer['model']}, one thread, processor time; the first line is the noise.)"]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=600)
@@ -172,7 +183,10 @@ def main() -> None:
     }
     for name, ratio in over.items():
         print(f"{name:22s} {ratio:.4f} × the same step by hand")
-    write("trainers", {"model": "LeNet, batch 128", "over_by_hand": over})
+    answer = {"model": "LeNet, batch 128", "over_by_hand": over}
+    write("trainers", answer)
+    head, rest = PAGE.read_text().split(START)
+    PAGE.write_text(head + START + table(answer) + END + rest.split(END, 1)[1])
 
 
 if __name__ == "__main__":

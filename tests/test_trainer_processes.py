@@ -1,4 +1,4 @@
-"""Two processes in each trainer, started by torchrun: one process on whole batches, through shrinks."""
+"""Two processes in each trainer, started by torchrun, train what one does on whole batches."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ Every process writes its weights; all must be the same, and those of one process
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.trainers import ACCUMULATED, CLIP, EPOCHS, OPTIONS, decay, low_rank_network, samples, sgd
 
@@ -66,8 +67,11 @@ def lightning() -> nn.Module:
     from tests.test_lightning import Module, trainer
 
     model = decompose(Module())
-    loader = DataLoader(TensorDataset(*samples(COUNT)), batch_size=SHARE)
-    run = trainer(LoDCallback(**OPTIONS), strategy="ddp", devices=2)
+    data = TensorDataset(*samples(COUNT))
+    # Lightning's own would shuffle
+    sampler = DistributedSampler(data, 2, int(os.environ["RANK"]), shuffle=False)
+    loader = DataLoader(data, batch_size=SHARE, sampler=sampler)
+    run = trainer(LoDCallback(**OPTIONS), strategy="ddp", devices=2, use_distributed_sampler=False)
     run.fit(model, loader)
     assert run.world_size == 2
     return model

@@ -6,6 +6,7 @@ On several machines the same commands run there, with addresses and certificates
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -53,7 +54,9 @@ def main(file: Path) -> int:
             started.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
 
         try:
-            start("flower-superlink", "--host", "127.0.0.1", "--port", str(link))
+            # apps run in this environment: nothing is downloaded
+            here = ("--host", "127.0.0.1", "--disable-runtime-dependency-installation")
+            start("flower-superlink", "--port", str(link), *here)
             wait_for(link)
             for part, (tier, port) in enumerate(zip(TIERS, nodes, strict=True)):
                 start(
@@ -71,4 +74,5 @@ def main(file: Path) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the others too
     sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "model.safetensors")))

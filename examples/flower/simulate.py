@@ -1,6 +1,6 @@
 """Four clients in Flower's simulation engine (pip install 'flwr[simulation]==1.41.0').
 
-    python examples/flower/simulate.py
+python examples/flower/simulate.py
 """
 
 import os

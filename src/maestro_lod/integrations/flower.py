@@ -131,9 +131,7 @@ def receive_model(model: nn.Module, message: Message) -> None:
     receive(model, message.content[_ARRAYS].to_torch_state_dict())
 
 
-def model_reply(
-    message: Message, model: nn.Module, *, examples: int, **metrics: float
-) -> Message:
+def model_reply(message: Message, model: nn.Module, *, examples: int, **metrics: float) -> Message:
     """Send a trained model back; `examples` says how much it counts."""
     state = ArrayRecord(dict(unwrapped(model).state_dict()))
     numbers = MetricRecord({"num-examples": examples, **metrics})
