@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ settings.load_profile("repeatable")
 _data = Path(__file__).resolve().parents[2] / "shared" / "data"
 if _data.is_dir():  # real data, where it lies beside a checkout
     os.environ.setdefault("LOD_DATA", str(_data))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup, or behind & in a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests of Ctrl-C need
 torch.set_num_threads(1)  # tiny operations: more threads only wait for each other
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ import torch
 from safetensors.torch import load_file
 
 from maestro_lod.app import cli
-from maestro_lod.app.commands import results
+from maestro_lod.app.commands import listing
 from maestro_lod.app.display import Display
 from maestro_lod.app.recipe import recipe_names
 from maestro_lod.app.report import runs as report_runs
 from maestro_lod.app.run import Run
 from maestro_lod.app.settings_list import all_settings
+from maestro_lod.installing import install
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "recipes.md"
 QUICK = ["data.limit=60", "batch=8", "epochs=1", "threads=1"]
@@ -176,10 +178,10 @@ WRONG = {
     "train digits --set shrink=maybe": 'shrink="maybe" must be true or false',
     "train digits --set threshold=.nan": "threshold=NaN must be",
     "train digits --set epochs=[1": "the value in 'epochs=[1' is no valid YAML",
-    "train digits --set method=svd": 'method="svd" is unknown',
+    "train digits --set method=svdd": 'method="svdd" is unknown',
     "train digits --set sampling=pair": "Did you mean 'pairs'?",
     "train digits --set optimizer=adamm": "Did you mean 'adam'?",
-    "train digits --set schedule=cosine": 'schedule.name="cosine" is unknown. Known: constant',
+    "train digits --set schedule=cosin": "is unknown. Did you mean 'cosine'?",
     "train digits --set schedule=milestones": "'schedule.epochs' is missing",
     "train digits --set optimizer.nesterov=true --set optimizer.momentum=0": "needs a momentum",
     "train digits --set distill=true": "distill needs its teacher: set full_pass=true too",
@@ -330,13 +332,13 @@ def test_unexpected_trouble_with_files_is_one_line(
     def refused(*_: Any) -> None:
         raise PermissionError(13, os.strerror(13), "some/file")
 
-    monkeypatch.setattr(results, "recipe_names", refused)
+    monkeypatch.setattr(listing, "recipe_names", refused)
     done = lod("recipes")
     assert (done.code, done.err) == (1, "lod: some/file: Permission denied.\n")
 
 
 def test_our_own_fault_is_owned_up_to(lod: Lod, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "recipe_names", lambda: 1 / 0)
+    monkeypatch.setattr(listing, "recipe_names", lambda: 1 / 0)
     done = lod("recipes")
     assert done.code == 1
     assert done.err.startswith("Traceback") and "ZeroDivisionError" in done.err
@@ -385,9 +387,7 @@ def test_tensorboard_that_is_not_installed_is_one_line(
     before = contents(tmp_path)
     done = lod("train", "digits", set=["tensorboard=true"])
     assert done.code == 2
-    assert done.err == (
-        "lod: tensorboard=true needs the package: pip install 'maestro-lod[tensorboard]'.\n"
-    )
+    assert done.err == (f"lod: tensorboard=true needs more packages: {install('tensorboard')}.\n")
     assert contents(tmp_path) == before
 
 
@@ -531,6 +531,22 @@ def test_end_of_a_training_is_a_table(lod: Lod, finished: Path) -> None:
     assert lines[4].startswith("training cost")
     assert f"accuracy {result['test']['accuracy']:.2%}" in lines[6]
     assert lines[-1] == "report: again/report.html"
+
+
+def test_the_list_of_commands_says_what_each_of_them_says_itself() -> None:
+    for name, (module, said) in cli.COMMANDS.items():
+        command = getattr(import_module(f"maestro_lod.app.commands.{module}"), name)
+        assert (command.__doc__ or "").partition("\n")[0] == said
+
+
+def test_several_runs_have_a_page_of_their_own(lod: Lod, finished: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(finished, tmp_path / name)
+    before = (tmp_path / "a" / "report.html").read_bytes()
+    done = lod("report", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (done.code, done.out) == (0, "report-a-b.html\n")
+    assert "2 runs" in Path("report-a-b.html").read_text(encoding="utf-8")
+    assert (tmp_path / "a" / "report.html").read_bytes() == before
 
 
 @pytest.mark.filterwarnings("default")

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
 
 import maestro_lod
+from maestro_lod.installing import install
 
 OPTIONAL = {
     *("sklearn", "scipy", "pandas", "matplotlib", "PIL", "yaml", "typer", "click", "rich"),
@@ -26,9 +32,48 @@ def modules_after(statement: str) -> set[str]:
 
 def test_import_adds_nothing_to_torch_and_safetensors():
     base = modules_after("import torch, safetensors.torch")
-    ours = modules_after("import maestro_lod")
+    ours = modules_after("from maestro_lod import *")
     added = ours - base - set(sys.stdlib_module_names)
     assert added == {"maestro_lod"}
+
+
+def test_torch_is_imported_when_it_is_needed_and_not_before():
+    assert not modules_after("import maestro_lod") & {"torch", "safetensors", "numpy"}
+    assert "torch" in modules_after("import maestro_lod; maestro_lod.decompose")
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", "recipes"])
+def test_help_and_the_list_of_recipes_import_nothing_heavy(command):
+    run = f"""
+from maestro_lod.app.cli import main
+try:
+    main([{command!r}])
+except SystemExit as ended:
+    assert not ended.code
+import sys; sys.stdout.write(chr(10))"""
+    code = f"{run}\nimport json\nprint(json.dumps(list(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
+    )
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
+    assert "typer" in loaded
+    assert not loaded & {"torch", "datasets", "numpy", "sklearn", "safetensors", "optuna"}
+
+
+def test_every_public_name_has_one_home_that_editors_know_too():
+    source = Path(maestro_lod.__file__).read_text()
+    for module, names in maestro_lod._HOMES.items():
+        for name in names:
+            line = rf"    from maestro_lod\.{re.escape(module)} import .*\b{name}\b"
+            assert re.search(line, source), name
+    homes = {name for names in maestro_lod._HOMES.values() for name in names}
+    assert homes | {"MaestroError"} == {*maestro_lod.__all__, "tune"}
+    assert homes <= {*dir(maestro_lod)}
+    assert len(maestro_lod.__all__) <= 25
+
+
+def test_the_version_is_said_in_one_place():
+    assert metadata.version("maestro-lod") == maestro_lod.__version__
 
 
 def test_public_names_exist_and_are_documented():
@@ -66,4 +111,4 @@ except maestro_lod.MaestroError as error:
 """
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "pip install 'maestro-lod[tune]'" in done.stdout
+    assert install("tune") in done.stdout

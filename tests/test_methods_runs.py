@@ -31,6 +31,11 @@ ROWS: dict[str, tuple[list[str], list[int]]] = {
     "svd": (["size=0.4", "finetune=0.5"], [9, 12, 15]),
     "pufferfish": (["size=0.3", "optimizer.weight_decay=1e-3", "optimizer.decay_norms=false"],
                    [3, 6, 15]),
+    "cuttlefish": (["epsilon=100", "window=2", "optimizer.weight_decay=1e-3"], [9, 12, 15]),
+    "spectral": (["size=0.3", "optimizer.weight_decay=1e-3"], [9]),
+    "imp": (["size=0.3", "prune=0.5", "rewind=0.3"], [1, 9, 12, 15]),
+    "raregems": (["size=0.3", "search_share=0.5", "search_lr=0.1"], [3, 9, 12, 15]),
+    "xnor": ([], [9]),
 }  # fmt: skip
 
 
@@ -73,8 +78,7 @@ def test_a_finished_run_says_its_size_and_cost(name: str, whole: dict[str, Run])
     assert size["relative_params"] == last.relative_params == last.params / 44_426
     assert size["relative_macs"] == size["macs"] / 281_640
     assert cost["relative_macs"] > 0 and cost["relative_params"] > 0
-    if name != "lod":
-        assert size["relative_bits"] == pytest.approx(size["bits"] / (32 * 44_426))
+    assert size["relative_bits"] == pytest.approx(size["bits"] / (32 * 44_426))
     changes = dict(change.split("=") for change in ROWS[name][0])
     if "size" in changes:
         assert 0.8 * float(changes["size"]) < size["relative_bits"] <= float(changes["size"])
@@ -135,6 +139,22 @@ def test_every_method_sees_the_same_batches(name: str) -> None:
         ("svd", ["finetune=1.0"], "finetune=1 leaves no epoch"),
         ("svd", ["search=clever"], 'search="clever" is unknown'),
         ("dense", ["size=0.3"], "method=dense has no use for size"),
+        ("cuttlefish", ["size=0.3"], "method=cuttlefish has no use for size"),
+        ("cuttlefish", ["decompose.ranks=0.3"], "cuttlefish finds the ranks itself"),
+        ("cuttlefish", ["least_rank=3"], "least_rank=3 must be a share of the full rank"),
+        ("spectral", ["size=0.01"], "size=0.01 cannot be reached: with rank 1 in every layer"),
+        ("spectral", ["decompose.ranks=3"], "give a size and no decompose.ranks"),
+        ("spectral", ["decompose.only=[fc1]"], "keep_ends=false decomposes them too"),
+        ("imp", ["size=1e-3"], "size=0.001 cannot be reached: biases, norms and embeddings"),
+        ("imp", ["size="], "imp needs a size"),
+        ("imp", ["prune=1"], "prune=1 must be between 0 and 1"),
+        ("imp", ["rewind=1"], "rewind=1 must be below 1"),
+        ("raregems", ["size=1e-3"], "size=0.001 cannot be reached"),
+        ("raregems", ["size="], "raregems needs a size"),
+        ("raregems", ["search_share=1"], "search_share=1 must be a share of the run"),
+        ("xnor", ["real=[fc9]"], "real='fc9' matches no layer. Did you mean 'fc"),
+        ("xnor", ["real=['*']"], "has no layer between its first and its last one"),
+        ("xnor", ["size=0.3"], "method=xnor has no use for size"),
     ],
 )
 def test_what_cannot_be_is_one_clear_error(name: str, changes: list[str], message: str) -> None:
@@ -155,15 +175,23 @@ def test_a_size_is_given_to_all_methods_alike(name: str) -> None:
     assert given == ({"budget": {"params": 0.5}} if name == "lod" else {"size": 0.5})
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "lod"])
+LEARNING = ["epochs=6", "data.limit=1200", "schedule=constant"]
+ENOUGH: dict[str, list[str]] = {
+    "narrow": ["size=0.5"],
+    "svd": ["size=0.5", "decompose.only=[fc1, fc2]"],
+    "cuttlefish": ["epsilon=3"],
+    "spectral": ["size=0.5", "epochs=8"],
+    "imp": ["size=0.5", "prune=0.5", "rewind=0.1"],
+}
+"""What a method needs to learn digits within seconds."""
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in ("lod", "dense")])
 def test_every_method_learns(name: str, tmp_path: Path) -> None:
     recipe = load_recipe("digits", [f"method={name}", *LEARNING, *ENOUGH.get(name, [])])
-    result = Run.create(recipe, tmp_path / "run").train()
-    assert result["test"]["accuracy"] > 0.9
-
-
-LEARNING = ["epochs=6", "data.limit=1200", "schedule=constant"]
-ENOUGH: dict[str, list[str]] = {"narrow": ["size=0.5"], "svd": ["size=0.5"]}
+    run = Run.create(recipe, tmp_path / "run")
+    assert run.train()["test"]["accuracy"] > 0.9
+    assert run.result()["size"]["relative_bits"] < 0.7
 
 
 def test_a_method_refuses_another_model() -> None:

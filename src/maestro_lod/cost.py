@@ -18,7 +18,7 @@ from maestro_lod.errors import OptionError
 from maestro_lod.layers.lowrank import LowRank, PlainForm
 from maestro_lod.layers.ranks import low_rank_layers, require_low_rank, unwrapped
 from maestro_lod.layers.uses import Use, uses_of
-from maestro_lod.table import table
+from maestro_lod.table import Table, Tabular
 
 
 class Chooser(Protocol):
@@ -147,9 +147,10 @@ def count_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def count_bits(model: nn.Module) -> int:
-    """Count the bits of all parameters; shared ones once."""
-    return sum(8 * p.nbytes for p in model.parameters())
+def count_bits(model: nn.Module, params: int | None = None) -> int:
+    """Count the bits of all parameters, or of as many as a plain form of the model has."""
+    bits = sum(8 * p.nbytes for p in model.parameters())
+    return bits if params is None else bits * params // max(count_params(model), 1)
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Tabular):
     """The cost of a model: as it stands, fused (as `extract` gives it), and dense."""
 
     layers: tuple[LayerCost, ...]
@@ -187,7 +188,8 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """Return a row per layer, and the totals."""
         rows = [
             (
                 row.name or row.kind,
@@ -209,7 +211,7 @@ class Summary:
             share = f"{of_params:.2f}×, {of_macs:.2f}×"
             rows.append((name, "", "", "", f"{params:,}", f"{macs:,}", share))
         header = ("layer", "kind", "weight", "rank", "params", "MACs", "fuse")
-        return table(header, rows, right=(3, 4, 5))
+        return Table(header, rows, right=(3, 4, 5))
 
 
 def summary(model: nn.Module, example: Example) -> Summary:

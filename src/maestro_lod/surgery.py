@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from maestro_lod.cost import By, better_forms
 from maestro_lod.errors import LayerError
+from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import (
     Ranks,
     require_all_active,
@@ -18,6 +19,7 @@ from maestro_lod.layers.ranks import (
 )
 from maestro_lod.planning import Plan, Tied, Where
 from maestro_lod.pretrained.calibration import Batches, Calibration, calibrate
+from maestro_lod.shown import Telling
 from maestro_lod.structure import (
     Fill,
     Structure,
@@ -77,7 +79,14 @@ def decompose(
         if not isinstance(calibration, Calibration):
             calibration = calibrate(model, calibration, only=only, skip=skip, tied=tied)
         fill = calibration.fill()
-    changed = restructure(model, plan.structure(), fill=fill)
+    tell, done = Telling("decompose"), list[str]()
+
+    def told(name: str, dense: nn.Module, rank: int) -> LowRank:
+        done.append(name)
+        tell(lambda: f"layer {len(done)} of {len(wanted)}, {name}")
+        return fill(name, dense, rank)
+
+    changed = restructure(model, plan.structure(), fill=told)
     return model if changed is unwrapped(model) else changed
 
 

@@ -14,7 +14,8 @@ from maestro_lod.app.recipe import Recipe, shown
 from maestro_lod.errors import CheckpointError, listed
 
 MAY_CHANGE = (
-    *("recipe", "description", "epochs", "device", "threads", "checkpoint_every", "tensorboard"),
+    *("recipe", "description", "code"),
+    *("epochs", "device", "threads", "checkpoint_every", "tensorboard"),
 )
 
 
@@ -33,7 +34,7 @@ def require_same_settings(before: Mapping[str, Any] | None, recipe: Recipe, file
     if changed:
         raise CheckpointError(
             f"{file} does not belong to {file.parent / 'config.yaml'}: {listed(changed, 3)}. Once "
-            f"a run has begun only {', '.join(MAY_CHANGE[2:])} and data.directory may change. Undo "
+            f"a run has begun only {', '.join(MAY_CHANGE[3:])} and data.directory may change. Undo "
             "that, or begin another run with it: lod train config.yaml --out DIR"
         )
 

@@ -2,25 +2,104 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
 import traceback
-from typing import Any
+from typing import Annotated, Any
+
+from maestro_lod import __version__
+from maestro_lod.app.memory import keep_freed_memory
+from maestro_lod.errors import CheckpointError, MaestroError, TrainingError, nearest
+from maestro_lod.installing import install
 
 try:
     import typer
+    from typer.core import TyperCommand, TyperGroup
 
-    from maestro_lod.app.commands import comparing, results, training
     from maestro_lod.app.own import OwnCodeError
     from maestro_lod.app.terminal import complain
 except ImportError as missing:  # the core works without what the program needs
-    sys.exit(f"lod needs more than the library itself ({missing}): pip install 'maestro-lod[cli]'")
+    sys.exit(f"lod needs more than the library itself ({missing}): {install('cli')}")
 
-from maestro_lod.app.memory import keep_freed_memory
-from maestro_lod.errors import CheckpointError, MaestroError, TrainingError
+COMMANDS = {
+    "train": ("training", "Train a recipe, and write model, metrics and report to a directory."),
+    "resume": (
+        "training",
+        "Go on with a run that was stopped, killed or interrupted, exactly where it was.",
+    ),
+    "tune": (
+        "training",
+        "Search the λ that gives a model within limits: halve it until one is accurate enough.",
+    ),
+    "compare": (
+        "comparing",
+        "Train ways to a smaller model on your task under the same terms, and say which is best.",
+    ),
+    "report": (
+        "results", "Write one self-contained HTML page about one run, or several side by side."
+    ),
+    "summary": (
+        "results",
+        "Print ranks, parameters and MACs of every layer, of a recipe's model or a finished run's.",
+    ),
+    "recipes": ("listing", "List the recipes that come with the library."),
+    "frontier": (
+        "results",
+        "Find the best submodel for every size, without training, and add them to the report.",
+    ),
+    "deploy": (
+        "results",
+        "Write a run's model, as it was trained or cut to a size, to files that were verified.",
+    ),
+    "bench": (
+        "results", "Print latency, size and test accuracy of dense and deployed sizes side by side."
+    ),
+    "compress": (
+        "compressing", "Cut a pretrained model to a limit, by data and without training."
+    ),
+    "heal": (
+        "compressing",
+        "Train a compressed transformers model for some steps to say what the original says.",
+    ),
+    "verify": (
+        "results",
+        "Read every file and say whether it is as it was written; exit code 1 if one is not.",
+    ),
+}  # fmt: skip
+"""Where each command is, in `commands/`, and what it does: help imports none of them."""
+
+
+class _Commands(TyperGroup):
+    """The commands by name; a module is imported when its command is called, and torch with it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*COMMANDS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1], rich_markup_mode="rich")
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, *rest = args
+        if name not in COMMANDS:
+            ctx.fail(f"No such command {name!r}.{nearest(name, COMMANDS)}")
+        return name, _loaded(name), rest
+
+
+def _loaded(name: str) -> Any:
+    """Import a command."""
+    module = importlib.import_module(f"maestro_lod.app.commands.{COMMANDS[name][0]}")
+    single = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    epilog = module.settings_help() if name == "train" else None
+    single.command(name, epilog=epilog)(getattr(module, name))
+    return typer.main.get_command(single)
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -29,26 +108,27 @@ app = typer.Typer(
     epilog="Start with: [bold]lod train digits[/bold]",
 )
 
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"lod {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Which one.")
+    ] = False,
+) -> None:
+    """Train a model once, low-rank with ordered ranks, and get every size out."""
+
+
 # what does not fit is said in one line; torch would log a page about it before
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 # typer brings its own click, or uses the installed one: take the class from where typer has it
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-
-app.command(epilog=training.settings_help())(training.train)
-for _command in (
-    training.resume,
-    training.tune,
-    comparing.compare,
-    results.report,
-    results.summary,
-    results.recipes,
-    results.frontier,
-    results.deploy,
-    results.bench,
-    results.verify,
-):
-    app.command()(_command)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -74,6 +154,8 @@ def main(arguments: list[str] | None = None) -> None:
         code = 0
     except OSError as error:
         code = complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}.", 1)
+    except ModuleNotFoundError as error:
+        code = complain(f"lod needs more than the library itself ({error}): {install('cli')}", 1)
     except Exception:
         traceback.print_exc()
         code = complain("this is a fault of lod, not yours; please report it with the above.", 1)

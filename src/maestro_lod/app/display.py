@@ -15,6 +15,8 @@ from maestro_lod.app.setup import Setup
 from maestro_lod.train import progress as training
 from maestro_lod.train.record import EpochRecord
 
+_EVERY = 10.0  # seconds, at least, between lines in a pipe
+
 
 class Display:
     """A watcher that shows loss, accuracy, total rank and cost relative to dense, live."""
@@ -25,7 +27,7 @@ class Display:
         self.begun = False
         self._bars: Progress | None = None
         self._epochs = self._batches = 0
-        self._refreshed = 0.0
+        self._refreshed = time.monotonic()
 
     def begin(self, run: Run, setup: Setup, progress: training.Progress) -> None:
         recipe = run.recipe
@@ -66,7 +68,14 @@ class Display:
 
     def step(self, progress: training.Progress) -> None:
         now = time.monotonic()
-        if self._bars is None or now - self._refreshed < 0.1:
+        if self._bars is None:
+            if not self.quiet and now - self._refreshed >= _EVERY:  # an epoch that takes long
+                self._refreshed = now
+                place = f"epoch {progress.epoch + 1}/{self._epochs}, batch {progress.batch}/"
+                means = _described("train", progress.score.means())
+                self._line(f"{place}{self._batches}  {means}")
+            return
+        if now - self._refreshed < 0.1:
             return
         self._refreshed = now
         self._bars.update(self._run, completed=progress.epoch * self._batches + progress.batch)
@@ -78,6 +87,7 @@ class Display:
         )
 
     def epoch(self, record: EpochRecord) -> None:
+        self._refreshed = time.monotonic()
         if self._bars is not None:
             done = record.epoch * self._batches
             self._bars.update(self._run, completed=done, state=_cost(record))
@@ -117,11 +127,10 @@ def _described(split: str, means: Mapping[str, float]) -> str:
 
 def _cost(record: EpochRecord) -> str:
     """Say how large the model is beside the dense one, if it may be another one at all."""
-    parts = []
-    if record.total_rank is not None:
-        parts.append(f"rank {record.total_rank}")
-    if record.ranks or record.relative_params not in (None, 1.0):
-        parts.append(f"params {record.relative_params:.2f}×")
-    if record.relative_macs is not None:
-        parts.append(f"MACs {record.relative_macs:.2f}×")
-    return "  ".join(parts) or "dense"
+    if not record.ranks and {record.relative_params, record.relative_macs} <= {None, 1.0}:
+        return "dense"
+    parts = [] if record.total_rank is None else [f"rank {record.total_rank}"]
+    for what, share in (("params", record.relative_params), ("MACs", record.relative_macs)):
+        if share is not None:
+            parts.append(f"{what} {share:.2f}×")
+    return "  ".join(parts)

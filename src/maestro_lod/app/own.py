@@ -16,17 +16,33 @@ class OwnCodeError(MaestroError, RuntimeError):
     """Code that a recipe names as its user's own has failed; the cause is what it raised."""
 
 
+def names_own_code(settings: Mapping[str, Any]) -> bool:
+    """Say whether settings, as they are written, name a function of their user's own."""
+    chosen = (settings.get(key) for key in ("model", "data", "loss", "method"))
+    names = (part.get("name") if isinstance(part, Mapping) else part for part in chosen)
+    return any(isinstance(name, str) and ":" in name for name in names)
+
+
+def search_modules_in(folder: object) -> None:
+    """Let own modules be found in a folder too, before all others."""
+    if folder is not None and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def own_function(name: str, what: str) -> Callable[..., Any]:
-    """Import a user's `package.module:function`; the working directory is searched too."""
+    """Import a user's `package.module:function`."""
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise OptionError(f"{what} {name!r} must be written as package.module:function.")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    search_modules_in(Path.cwd())
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise OptionError(f"{what} {name!r}: cannot import {module_name!r} ({error}).") from None
+        raise OptionError(
+            f"{what} {name!r}: cannot import {module_name!r} ({error}). Modules are searched in "
+            "the working directory and in the recipe's setting `code`: the folder it was in when "
+            "its run began. If they have moved, start lod beside them or change `code`."
+        ) from None
     except Exception as error:
         raise failure(f"{what} {name!r} cannot be imported", error) from error
     function = getattr(module, attribute, None)

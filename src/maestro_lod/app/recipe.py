@@ -7,7 +7,6 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -24,10 +23,12 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from torch.optim import Optimizer
 
-from maestro_lod.app.own import own_function
+from maestro_lod.app.own import names_own_code, own_function, search_modules_in
+from maestro_lod.app.recipe_files import recipe_names, recipe_text
 from maestro_lod.app.sections import (
     Count,
     NonNegative,
+    Number,
     Positive,
     Section,
     Share,
@@ -119,12 +120,20 @@ class Milestones(Section):
 
 class Vaswani(Section):
     name: Literal["vaswani"]
-    warmup: Count = Field(description="of vaswani: steps until the rate is reached")
+    warmup: Count = Field(description="of vaswani, cosine, linear: steps up to the rate")
+
+
+class Falling(Section):
+    name: Literal["cosine", "linear"]
+    warmup: Whole = Field(default=0, description="of vaswani, cosine, linear: steps up to the rate")
+    end: Annotated[Number, Field(ge=0.0, le=1.0)] = Field(
+        default=0.0, description="of cosine, linear: share of the rate at the end"
+    )
 
 
 Optimizers = Annotated[SGD | Adam, Field(discriminator="name"), _by_name("sgd")]
 Schedules = Annotated[
-    Constant | Milestones | Vaswani, Field(discriminator="name"), _by_name("constant")
+    Constant | Milestones | Falling | Vaswani, Field(discriminator="name"), _by_name("constant")
 ]
 
 
@@ -132,10 +141,11 @@ class Recipe(Section):
     """Every setting of a run; each method has a kind of recipe with its own settings too."""
 
     recipe: str = Field(default="", description="the recipe this began as")
+    code: Path | None = Field(default=None, description="folder of your own modules; the recipe's")
     description: str = Field(default="", description="one line about it")
     model: Annotated[Named, _by_name()]
     data: Annotated[DataSettings, _by_name()]
-    method: str = Field(default="lod", description="ordered ranks, or the model as it is")
+    method: str = Field(default="lod", description="how the model is trained; see methods.md")
     epochs: Count = Field(description="passes over the training set")
     batch: Count = Field(default=64, description="samples per batch")
     seed: Seed = Field(default=0, description="of all randomness")
@@ -200,6 +210,8 @@ def method_of(settings: Mapping[str, Any]) -> type[Settings]:
     name = _method_name(settings)
     if not isinstance(name, str):
         raise OptionError(f"method={shown(name)} must be text.")
+    search_modules_in(Path.cwd())
+    search_modules_in(settings.get("code"))  # first
     if ":" not in name:
         return method_named(name)
     found: Any = own_function(name, "method")
@@ -239,18 +251,11 @@ def _without_others(settings: Mapping[str, Any], method: type[Settings]) -> dict
     return {key: value for key, value in settings.items() if key not in others}
 
 
-def recipe_names() -> list[str]:
-    """Return the names of the recipes that come with the library."""
-    folder = resources.files("maestro_lod.app") / "recipes"
-    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name[-5:] == ".yaml")
-
-
 def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
     """Return a recipe by name or from a YAML file, with `key.key=value` changes applied."""
     names = recipe_names()
     if name_or_path in names:
-        file = resources.files("maestro_lod.app") / "recipes" / f"{name_or_path}.yaml"
-        text, name = file.read_text(encoding="utf-8"), name_or_path
+        text, name = recipe_text(name_or_path), name_or_path
     elif name_or_path.endswith((".yaml", ".yml")):
         text, name = _text_of(Path(name_or_path)), Path(name_or_path).stem
     else:
@@ -260,6 +265,9 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
         )
     settings = _parsed(text, name_or_path)
     settings.setdefault("recipe", name)
+    if name_or_path not in names and names_own_code(settings):
+        beside = Path(name_or_path).absolute().parent
+        settings["code"] = str(beside / str(settings.get("code") or ""))
     changes = sorted(changes, key=_depth)
     for change in changes:
         _apply(change, settings)
@@ -437,6 +445,7 @@ def _place(
 _ALTERNATIVES: dict[str, type[BaseModel]] = {
     "sgd": SGD, "adam": Adam, "adamw": Adam,
     "constant": Constant, "milestones": Milestones, "vaswani": Vaswani,
+    "cosine": Falling, "linear": Falling,
 }  # fmt: skip
 
 

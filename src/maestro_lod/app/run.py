@@ -22,7 +22,7 @@ from maestro_lod.app.binding import (
     weights_digest,
 )
 from maestro_lod.app.data import Data
-from maestro_lod.app.recipe import Recipe, dumped, load_recipe, settings_in
+from maestro_lod.app.recipe import Recipe, checked, dumped, settings_in
 from maestro_lod.app.report import write_report
 from maestro_lod.app.run_directory import RunDirectory
 from maestro_lod.app.setup import Setup, data_of, model_of
@@ -73,9 +73,10 @@ class Run(RunDirectory):
         if not config.is_file():
             what = "holds no run (no config.yaml)" if directory.is_dir() else "is no directory"
             raise OptionError(f"{directory} {what}. A run is made by: lod train RECIPE --out DIR")
+        settings = settings_in(config)
         if not trust:
-            require_trust(settings_in(config), config)
-        return cls(directory, load_recipe(str(config)))
+            require_trust(settings, config)
+        return cls(directory, checked(settings, str(config)))
 
     # -- training ------------------------------------------------------------------------------
 
@@ -220,6 +221,7 @@ class Run(RunDirectory):
             model = load(self.model_file, into=model)
         else:
             state = load_state(self.model_file)
+            self.recipe.settings.reshape(model, state)
             try:
                 model.load_state_dict(state)
             except RuntimeError as error:

@@ -34,7 +34,7 @@ from maestro_lod.train.evaluate import (
     on_device,
 )
 from maestro_lod.train.method import Method, Schedule
-from maestro_lod.train.schedule import milestones, vaswani
+from maestro_lod.train.schedule import cosine, linear, milestones, vaswani
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Setup:
         data = data_of(recipe)
         model = model_of(recipe, data)
         _rehearse(recipe, model, data)
-        optimizer = _optimizer(recipe, model)
+        optimizer = optimizer_of(recipe, model)
         dense = cost_of(dense_model_of(recipe, data), data.example)
         method = recipe.settings.make(
             model, optimizer, example=data.example, seed=recipe.seed, dense=dense
@@ -170,7 +170,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+def optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """Return the optimizer of a recipe for all that is trained of a model."""
     chosen = recipe.optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained}]
@@ -198,10 +199,12 @@ def loss_of(recipe: Recipe) -> Loss:
 
 
 def _schedule(recipe: Recipe, data: Data) -> Schedule | None:
-    chosen = recipe.schedule
+    chosen, steps = recipe.schedule, -(-len(data.train) // recipe.accumulate)
     if isinstance(chosen, settings.Milestones):
-        steps = -(-len(data.train) // recipe.accumulate)
         return milestones(chosen.epochs, steps, chosen.factor)
+    if isinstance(chosen, settings.Falling):
+        falling = {"cosine": cosine, "linear": linear}[chosen.name]
+        return falling(recipe.epochs * steps, warmup=chosen.warmup, end=chosen.end)
     if isinstance(chosen, settings.Vaswani):
         return vaswani(chosen.warmup)
     return None

@@ -1,23 +1,14 @@
-"""What the program says in a terminal, and how signals and faults end what it does."""
+"""What the program says: in colour and with bars in a terminal, in plain lines in a pipe."""
 
 from __future__ import annotations
 
-import signal
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from maestro_lod.app.display import Display
-from maestro_lod.app.own import OwnCodeError
-from maestro_lod.app.recipe import Recipe
-from maestro_lod.app.run import Interrupted
-from maestro_lod.app.setup import own_names
-from maestro_lod.errors import MaestroError, listed
+from maestro_lod.shown import Telling, progress_shown
 
 
 def say(text: str) -> None:
@@ -34,78 +25,17 @@ def complain(error: object, code: int) -> int:
 def search_bar(quiet: bool) -> Iterator[Callable[[int, float], None]]:
     """Show how far a search of sizes has come: from all of the cost down to nothing."""
     console = Console()
-    if quiet or not console.is_terminal:
-        yield lambda count, share: None
-        return
-    columns = TextColumn("searching sizes"), BarColumn(), TextColumn("{task.fields[state]}")
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("", total=1.0, state="")
+    with progress_shown(not quiet):
+        if quiet or not console.is_terminal:
+            tell = Telling("searching sizes")
+            yield lambda count, share: tell(lambda: f"{count} sizes, down to {share:.2f}×")
+            return
+        columns = TextColumn("searching sizes"), BarColumn(), TextColumn("{task.fields[state]}")
+        with Progress(*columns, console=console, transient=True) as bars:
+            task = bars.add_task("", total=1.0, state="")
 
-        def show(count: int, share: float) -> None:
-            bars.update(task, completed=1.0 - share, state=f"{count} sizes, down to {share:.2f}×")
+            def show(count: int, share: float) -> None:
+                state = f"{count} sizes, down to {share:.2f}×"
+                bars.update(task, completed=1.0 - share, state=state)
 
-        yield show
-
-
-@contextmanager
-def stoppable(
-    display: Display, recipe: Recipe, again: str, saved: Callable[[], bool]
-) -> Iterator[list[int]]:
-    """Let signals stop a training, and say how to go on after whatever has ended it."""
-    asked: list[int] = []
-    try:
-        with _stop_on_signal(lambda: display.begun) as asked, _warnings_in_a_line():
-            yield asked
-    except Interrupted:
-        display.close()
-        say(f"stopped; everything is saved. Go on with: {again}")
-        raise typer.Exit(128 + asked[0]) from None
-    except KeyboardInterrupt:
-        display.close()
-        hint = f" Go on from the last checkpoint with: {again}" if saved() else ""
-        raise typer.Exit(complain(f"interrupted.{hint}", 130)) from None
-    except MaestroError:
-        raise
-    except Exception as error:
-        names = own_names(recipe)
-        if not names:
-            raise
-        raise OwnCodeError(
-            f"{type(error).__name__}: {error}. This recipe runs your own {listed(names)}: the "
-            f"above says where it failed. Once that is mended, go on with: {again}"
-        ) from error
-    finally:
-        display.close()
-
-
-@contextmanager
-def _stop_on_signal(begun: Callable[[], bool]) -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM so that a run can save and stop.
-
-    Before it has begun, or the second time, they stop it at once.
-    """
-    asked: list[int] = []
-
-    def ask(number: int, _: Any) -> None:
-        if asked or not begun():
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _warnings_in_a_line() -> Iterator[None]:
-    """Show warnings as what they say, without the place in the code."""
-
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        complain(f"note: {message}", 0)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
+            yield show

@@ -26,6 +26,7 @@ from maestro_lod.deploy.timing import run as run_call
 from maestro_lod.errors import LayerError, OptionError, OutputError, listed, nearest
 from maestro_lod.files import replacing, replacing_directory
 from maestro_lod.layers.ranks import ranks as ranks_of
+from maestro_lod.shown import Telling
 from maestro_lod.surgery import extract
 from maestro_lod.table import table
 from maestro_lod.train.evaluate import device_of
@@ -62,6 +63,8 @@ class Deployment:
     dense_macs: int
     test: dict[str, float]
     dense_test: dict[str, float]
+    unhealed_test: dict[str, float] | None
+    """Of the size before it was healed; None if it was not."""
     files: list[Deployed]
     left_out: dict[str, str]
     """What was asked for and not written, by its name, and why."""
@@ -101,7 +104,10 @@ class Deployment:
             f"at batch {self.batch}, {self.threads} threads",
         ]
         for name, value in self.test.items():
-            lines.append(f"test {name} {value:.4f}  (dense form {self.dense_test[name]:.4f})")
+            beside = f"dense form {self.dense_test[name]:.4f}"
+            if self.unhealed_test is not None:
+                beside = f"before healing {self.unhealed_test[name]:.4f}, {beside}"
+            lines.append(f"test {name} {value:.4f}  ({beside})")
         return "\n".join([*lines, "", table(header, rows, right=range(1, 6))])
 
 
@@ -114,6 +120,7 @@ def deploy_size(
     formats: Sequence[str] = ("onnx",),
     test: Callable[[nn.Module], dict[str, float]] | None = None,
     judge: Judge | None = None,
+    heal: Callable[[nn.Module], object] | None = None,
     multiple: int | None = None,
     int8: bool = False,
     fast: bool = False,
@@ -129,7 +136,8 @@ def deploy_size(
     `judge(ranks)` says how good that is), latency on this machine at the example's batch size.
     `fast`, and a limit on latency, trade size for speed: layers that are slower factored are
     multiplied out as far as the limits allow. `test(plain)` may recalibrate the plain model and
-    returns what to report of it.
+    returns what to report of it; `heal(plain)` may train it before, and the report says what it was
+    without.
 
     A file that cannot be exported or verified, takes longer than the limit or, if it is to be
     `fast`, than the dense model, or is int8 and no smaller for it, is left out, and the result says
@@ -137,12 +145,17 @@ def deploy_size(
     """
     out = Path(out)
     require_usable(out, formats)
+    tell = Telling("deploy")
     chosen = _Chosen.of(model, sizes, limits, example, multiple, judge, fast)
-    dense = all_dense(model)
-    reached, of_dense = ({} if test is None else test(plain) for plain in (chosen.plain, dense))
+    dense, test = all_dense(model), test or (lambda plain: {})
+    unhealed = None
+    if heal is not None:
+        unhealed = test(chosen.plain)
+        heal(chosen.plain)
+    reached, of_dense = test(chosen.plain), test(dense)
     cost, dense_cost = (cost_of(plain, example) for plain in (chosen.plain, dense))
     with replacing_directory(out) as place:
-        writer = _Writer(chosen.plain, dense, place, example, limits.get("max_latency"), fast)
+        writer = _Writer(chosen.plain, dense, place, example, limits.get("max_latency"), fast, tell)
         for format_ in formats:
             writer.write(format_)
         if int8 and "onnx" in formats:
@@ -151,8 +164,8 @@ def deploy_size(
             raise OptionError(" ".join(dict.fromkeys(writer.left_out.values())))
         deployment = Deployment(
             chosen.point, chosen.ranks, cost.params, cost.macs or 0, dense_cost.params,
-            dense_cost.macs or 0, reached, of_dense, [*writer.files.values()], writer.left_out,
-            writer.batch, torch.get_num_threads(),
+            dense_cost.macs or 0, reached, of_dense, unhealed, [*writer.files.values()],
+            writer.left_out, writer.batch, torch.get_num_threads(),
         )  # fmt: skip
         with replacing(place / "deploy.json") as description:
             description.write_text(json.dumps(deployment.to_dict(), indent=1))
@@ -216,6 +229,7 @@ class _Writer:
     example: Example
     most_seconds: float | None
     fast: bool
+    tell: Telling
     files: dict[str, Deployed] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -226,6 +240,7 @@ class _Writer:
     def write(self, format_: str, quantize: Literal["int8"] | None = None) -> None:
         """Write one file, or note why it is left out."""
         name = f"model.{quantize}.{format_}" if quantize else f"model.{format_}"
+        self.tell(lambda: f"writing {name}")
         try:
             file = self._written(self.folder / name, format_, quantize)
         except (LayerError, OptionError, OutputError) as error:  # not a full disk

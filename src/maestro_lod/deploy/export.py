@@ -46,6 +46,7 @@ from maestro_lod.deploy.verification import (
 )
 from maestro_lod.errors import LayerError, OptionError, listed, nearest
 from maestro_lod.files import replacing
+from maestro_lod.installing import install
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import extract
 from maestro_lod.train.evaluate import device_of, in_mode
@@ -201,8 +202,7 @@ def _onnx_file() -> Any:
         return importlib.import_module("maestro_lod.deploy.onnx_file")
     except ImportError as error:
         raise OptionError(
-            f"ONNX files need {error.name}, which is not installed: "
-            "pip install 'maestro-lod[export]'."
+            f"ONNX files need {error.name}, which is not installed: {install('export')}."
         ) from error
 
 

@@ -21,6 +21,7 @@ from maestro_lod.deploy.replay import Loss, Replay
 from maestro_lod.deploy.search import METHODS, Search, given
 from maestro_lod.errors import LayerError, OptionError, listed, nearest, require_whole
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
+from maestro_lod.shown import Telling
 from maestro_lod.train.evaluate import batch_statistics, require_number
 
 __all__ = ["Frontier", "Point", "frontier"]
@@ -90,11 +91,11 @@ def frontier(
                 f"{cost}: {listed(layers)}. Try cost='{'params' if cost == 'macs' else 'macs'}'."
             )
         points: list[Point] = []
+        told = _told()
         for ranks_here, loss_here in itertools.chain([search.here], steps):
             points.append(_point(search, ranks_here, loss_here, accuracy))
             share = search.share(ranks_here)
-            if progress is not None:
-                progress(len(points), share)
+            (progress or told)(len(points), share)
             if until is not None and (
                 until(points[-1]) if callable(until) else share <= float(until)
             ):
@@ -150,6 +151,12 @@ def require_method(method: str) -> None:
             f"method={method!r} is not known.{nearest(str(method), METHODS)} Choose one of "
             f"{listed(METHODS)}."
         )
+
+
+def _told() -> Callable[[int, float], None]:
+    """Return who is told how far a search has come if nobody else is."""
+    tell = Telling("frontier")
+    return lambda count, share: tell(lambda: f"{count} sizes, down to {share:.2f}×")
 
 
 def _require_options(method: str, cost: str, step: float, until: object) -> None:

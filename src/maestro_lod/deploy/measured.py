@@ -9,7 +9,7 @@ from typing import Any
 from maestro_lod.errors import CheckpointError, LayerError, listed, nearest
 from maestro_lod.layers.lowrank import PlainForm
 from maestro_lod.layers.ranks import Ranks, resolve
-from maestro_lod.table import table
+from maestro_lod.table import Table, Tabular
 
 MOST_NOISE = 0.05
 """A measurement that scatters more than this does not excuse a layer that is slower by more."""
@@ -71,7 +71,7 @@ class LayerLatency:
 
 
 @dataclass(frozen=True)
-class Latency:
+class Latency(Tabular):
     """What was measured, and how. Give it to `fuse` or `extract` as `by=`."""
 
     dense: float
@@ -139,7 +139,8 @@ class Latency:
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"this is no measured latency ({error!r}).") from error
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """Return each layer, dense and factored, and the whole model."""
         rows = []
         for name, layer in self.layers.items():
             ranks = range(1, min(layer.rank, layer.break_even) + 1)
@@ -156,7 +157,7 @@ class Latency:
         rows.append(("dense model", "", _shown(self.dense), "", ""))
         rows.append(("extracted", "", _shown(self.predict()), "", "predicted"))
         header = ("layer", "rank", "dense", "factored at rank, × dense", "factored pays")
-        return f"{table(header, rows, right=(1, 2))}\n{self.method}; ≈ within the noise"
+        return Table(header, rows, (1, 2), f"{self.method}; ≈ within the noise")
 
 
 def _shown(seconds: float) -> str:

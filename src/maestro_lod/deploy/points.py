@@ -14,14 +14,14 @@ from maestro_lod.deploy.limits import Limit, Point, limit_of, require_limits
 from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.files import replacing, writing
 from maestro_lod.plot import svg
-from maestro_lod.table import table
+from maestro_lod.table import Table, Tabular
 from maestro_lod.train.evaluate import require_number
 
 _FORMAT = "maestro-lod frontier 1"
 
 
 @dataclass(frozen=True)
-class Frontier(Sequence[Point]):
+class Frontier(Tabular, Sequence[Point]):
     """Submodels of one model, from its own ranks on down, and the dense model beside them.
 
     `dense` has the costs of the dense model, and loss and accuracy of the model at its own ranks.
@@ -228,7 +228,7 @@ class Frontier(Sequence[Point]):
         across = f"{'MACs' if self.cost == 'macs' else self.cost}, dense = 1"
         _write(Path(path), svg(curves, title=f"{up} of submodels", across=across, up=up))
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
         """Return a table of the best submodels, thinned to twenty."""
         best = self.best.points
         stride = max(1, math.ceil(len(best) / 20))
@@ -239,7 +239,7 @@ class Frontier(Sequence[Point]):
             for name, point in [("dense", self.dense), *(("", p) for p in best[::stride])]
         ]
         header = ("", *(key.replace("macs", "MACs") for key in keys))
-        return table(header, rows, right=range(1, len(header)))
+        return Table(header, rows, right=range(1, len(header)))
 
 
 def _read_point(record: Mapping[str, Any]) -> Point:

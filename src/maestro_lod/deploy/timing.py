@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from maestro_lod.calls import Call
 from maestro_lod.errors import LayerError, OptionError
+from maestro_lod.shown import Telling
 
 _CALLS, _SECONDS = 3, 3e-3  # one timing has at least so many calls and lasts at least so long
 
@@ -82,10 +83,12 @@ def interleaved(
         call()
     times: dict[Any, list[float]] = {key: [] for key in variants}
     keys, draw = list(variants), random.Random(0)
-    for _ in range(rounds):
+    tell = Telling("measuring")
+    for done in range(rounds):
         start = draw.randrange(len(keys))  # neighbours, which are compared, stay neighbours
         for key in keys[start:] + keys[:start]:
             times[key].append(_seconds(variants[key], wait))
+            tell(lambda done=done: f"round {done + 1} of {rounds}")  # type: ignore[misc]
     return times
 
 

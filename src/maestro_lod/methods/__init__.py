@@ -5,11 +5,14 @@ from __future__ import annotations
 from maestro_lod.errors import OptionError, listed, nearest
 from maestro_lod.methods.cuttlefish import CuttlefishSettings
 from maestro_lod.methods.dense import DenseSettings
+from maestro_lod.methods.imp import IMPSettings
 from maestro_lod.methods.lod import LoDSettings
 from maestro_lod.methods.narrow import NarrowSettings
 from maestro_lod.methods.pufferfish import PufferfishSettings
+from maestro_lod.methods.raregems import RareGemsSettings
 from maestro_lod.methods.spectral import SpectralSettings
 from maestro_lod.methods.svd import SVDSettings
+from maestro_lod.methods.xnor import XNORSettings
 from maestro_lod.train.method import Settings
 
 METHODS: dict[str, type[Settings]] = {
@@ -20,6 +23,9 @@ METHODS: dict[str, type[Settings]] = {
     "pufferfish": PufferfishSettings,
     "cuttlefish": CuttlefishSettings,
     "spectral": SpectralSettings,
+    "imp": IMPSettings,
+    "raregems": RareGemsSettings,
+    "xnor": XNORSettings,
 }
 
 

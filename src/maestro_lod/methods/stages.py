@@ -77,18 +77,17 @@ class Staged(Dense):
         return None
 
     def record(self) -> MethodRecord:
-        low_rank, macs = bool(low_rank_layers(self.model)), self._macs
-        params, bits = count_params(self.model), count_bits(self.model)
+        low_rank = bool(low_rank_layers(self.model))
+        params, macs = count_params(self.model), self._macs
         if low_rank:
             deployed = self.ledger.deployed(self.model)
-            bits = bits * deployed.params // params
             params, macs = deployed.params, deployed.macs or 0
         return MethodRecord(
             params=params,
             macs=macs,
             relative_params=params / self.dense.params,
             relative_macs=macs / self.dense.macs if self.dense.macs else None,
-            bits=bits,
+            bits=count_bits(self.model, params),
             relative_bits=params / self.dense.params,
             ranks=ranks(self.model) if low_rank else {},
             phase=self.stage,

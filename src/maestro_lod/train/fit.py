@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from maestro_lod.errors import (
     OptionError,
@@ -22,6 +23,7 @@ from maestro_lod.errors import (
     require_whole,
 )
 from maestro_lod.methods.dense import Dense
+from maestro_lod.shown import Telling
 from maestro_lod.train.evaluate import (
     Batch,
     CrossEntropy,
@@ -41,6 +43,7 @@ from maestro_lod.train.method import Method, RunPlan, Schedule
 from maestro_lod.train.progress import Progress, random_states, set_random_states
 from maestro_lod.train.record import EpochRecord, MethodRecord
 from maestro_lod.train.sample import judge
+from maestro_lod.train.schedule import from_scheduler
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,31 @@ class Watch:
     epoch: Callable[[Progress], object] = _ignore
 
 
+def _told(epochs: int) -> Watch:
+    """Return who watches if nobody else does: a line every few seconds, where progress is shown."""
+    tell = Telling("fit")
+
+    def place(progress: Progress) -> str:
+        if progress.batch or not progress.history:
+            means = _measures("train", progress.score.means())
+            return f"epoch {progress.epoch + 1} of {epochs}, batch {progress.batch}{means}"
+        last = progress.history[-1]
+        means = _measures(
+            "validation" if last.validation else "train", last.validation or last.train
+        )
+        size = "" if last.relative_params is None else f", params {last.relative_params:.2f}×"
+        return f"epoch {last.epoch} of {epochs} done{means}{size}"
+
+    def epoch(progress: Progress) -> None:
+        (tell.end if progress.epoch == epochs else tell)(lambda: place(progress))
+
+    return Watch(step=lambda progress: tell(lambda: place(progress)), epoch=epoch)
+
+
+def _measures(split: str, means: Mapping[str, float]) -> str:
+    return "".join(f", {split} {name} {value:.4g}" for name, value in means.items())
+
+
 def fit(
     model: nn.Module,
     train_data: Iterable[Batch],
@@ -85,7 +113,7 @@ def fit(
     method: Method | None = None,
     loss: Loss | None = None,
     validation: Iterable[Batch] | None = None,
-    schedule: Schedule | None = None,
+    schedule: Schedule | LRScheduler | None = None,
     seed: int = 0,
     options: FitOptions | None = None,
     progress: Progress | None = None,
@@ -98,16 +126,21 @@ def fit(
 
     `train_data` gives (inputs, target) batches anew each time it is iterated; inputs may be a tuple
     or mapping of arguments. Before each epoch torch's global generator is seeded from `seed` and
-    the epoch, so shuffling, augmentation and dropout repeat exactly. `progress` continues a run
-    from where `Progress.state_dict()` was taken, in the middle of an epoch too, once model,
+    the epoch, so shuffling, augmentation and dropout repeat exactly. `schedule` is one of torch's
+    schedulers, or says which share of its learning rate an optimizer step has. `progress` continues
+    a run from where `Progress.state_dict()` was taken, in the middle of an epoch too, once model,
     optimizer and method are as they were. Where a LoD distils, a loss of your own says what the
     sampled pass is trained on by a method `soft(output, teacher, target)`, unless outputs are
     scores (N, classes).
     """
     require_whole("epochs", epochs)
-    method, options, watch = method or Dense(), options or FitOptions(), watch or Watch()
+    method, options, watch = method or Dense(), options or FitOptions(), watch or _told(epochs)
     progress, loss = progress or Progress(), loss or CrossEntropy()
     steps_per_epoch = _steps_per_epoch(train_data, options.accumulate)
+    if isinstance(schedule, LRScheduler | ReduceLROnPlateau):
+        schedule = from_scheduler(schedule, optimizer, epochs, steps_per_epoch)
+    elif schedule is not None and not callable(schedule):
+        raise OptionError(f"schedule={schedule!r} is neither a function of the step nor torch's.")
     plan = RunPlan(epochs, steps_per_epoch, schedule, judge(train_data, to_evaluate(loss)))
     method.start(model, optimizer, plan)
     for group in optimizer.param_groups:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -124,6 +124,10 @@ class Settings(ABC):
 
     def require_optimizer(self, kind: type[Optimizer]) -> None:
         """Refuse a kind of optimizer that the method cannot work with; by default none."""
+        return
+
+    def reshape(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+        """Give a built model the shapes of a saved one; for those that make layers narrower."""
         return
 
     @abstractmethod

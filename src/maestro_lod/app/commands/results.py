@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,8 @@ import typer
 
 from maestro_lod.amounts import amount_of
 from maestro_lod.app.commands import options
-from maestro_lod.app.recipe import load_recipe, recipe_names
+from maestro_lod.app.recipe import load_recipe
+from maestro_lod.app.recipe_files import recipe_names
 from maestro_lod.app.report import write_report
 from maestro_lod.app.run import Run
 from maestro_lod.app.setup import data_of, model_of
@@ -27,15 +29,26 @@ from maestro_lod.errors import CheckpointError, OptionError, listed
 def report(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Run directories.")],
     out: Annotated[
-        Path | None, typer.Option(help="The page. [dim]\\[default: report.html in the first][/dim]")
+        Path | None,
+        typer.Option(
+            help="The page. [dim]\\[default: DIR/report.html, or report-A-B.html here][/dim]"
+        ),
     ] = None,
 ) -> None:
     """Write one self-contained HTML page about one run, or several side by side."""
     try:
-        page = write_report(directories, out or directories[0] / "report.html")
+        page = write_report(directories, out or _place_of(directories))
     except CheckpointError as error:  # nothing has failed but what was given
         raise OptionError(str(error)) from error
     say(str(page))
+
+
+def _place_of(directories: Sequence[Path]) -> Path:
+    """Return where a page goes: into its run, or beside whoever compares several."""
+    names = [directory.resolve().name for directory in dict.fromkeys(directories)]
+    if len(names) == 1:
+        return directories[0] / "report.html"
+    return Path(f"report-{'-'.join(names)}"[:120] + ".html")
 
 
 def summary(
@@ -57,18 +70,12 @@ def summary(
     say(str(summary_of(model, data.example)))
 
 
-def recipes() -> None:
-    """List the recipes that come with the library."""
-    width = max(map(len, recipe_names()))
-    for name in recipe_names():
-        say(f"{name:{width}}  {load_recipe(name).description}")
-
-
 def frontier(
     directory: options.FinishedRun,
     method: Annotated[
         str, typer.Option(help="look-ahead, per-cost, greedy (the paper's), knapsack or threshold.")
     ] = "look-ahead",
+    cost: Annotated[str, typer.Option(help="What to save: macs or params.")] = "macs",
     trust: options.Trust = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -77,9 +84,11 @@ def frontier(
     Stop it at any time: the next call goes on where it was.
     """
     require_method(method)
+    if cost not in ("macs", "params"):
+        raise OptionError(f"--cost {cost!r} is not known: macs or params.")
     run = Run.open(directory, trust=trust)
     with search_bar(quiet) as progress:
-        found = find_frontier(Trained.of(run), method=method, progress=progress)
+        found = find_frontier(Trained.of(run), method=method, cost=cost, progress=progress)
     write_report([directory], directory / "report.html")
     say(f"{found}\n\nwritten: {directory / 'frontier.json'}, {directory / 'report.html'}")
 
@@ -96,6 +105,7 @@ def deploy(
     batch: options.Batch = 1,
     multiple: options.Multiple = None,
     int8: Annotated[bool, typer.Option("--int8", help="For ONNX, an int8 file too.")] = False,
+    heal: Annotated[int, typer.Option(help="Epochs to train the size on before.", min=0)] = 0,
     fast: options.Fast = False,
     trust: options.Trust = False,
     quiet: options.Quiet = False,
@@ -110,6 +120,8 @@ def deploy(
       lod deploy runs/digits --out phone
 
       lod deploy runs/digits --max-params 10% --to onnx --to pt2 --int8 --out watch
+
+      lod deploy runs/digits --max-macs 25% --heal 1 --out phone
     """
     formats = [*dict.fromkeys(to or ["onnx"])]
     counts = {"max_params": max_params, "max_macs": max_macs, "max_bytes": max_bytes}
@@ -124,7 +136,7 @@ def deploy(
     with search_bar(quiet) as progress:
         done = write_deployment(
             Trained.of(run), given, formats, out, batch=batch, multiple=multiple,
-            int8=int8, fast=fast, progress=progress,
+            int8=int8, fast=fast, heal=heal, progress=progress,
         )  # fmt: skip
     say(f"{done}\n\nwritten to {out}")
     for name, why in done.left_out.items():

@@ -17,8 +17,10 @@ from maestro_lod.app.display import Display
 from maestro_lod.app.recipe import Recipe, load_recipe
 from maestro_lod.app.run import Run, Watcher
 from maestro_lod.app.settings_list import all_settings
-from maestro_lod.app.terminal import say, stoppable
+from maestro_lod.app.stopping import stoppable
+from maestro_lod.app.terminal import say
 from maestro_lod.errors import OptionError
+from maestro_lod.installing import install
 
 
 def train(
@@ -30,7 +32,7 @@ def train(
     data: options.DataFolder = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train a recipe, and write model, metrics and report to a run directory.
+    """Train a recipe, and write model, metrics and report to a directory.
 
     Stop with Ctrl-C at any time; [bold]lod resume[/bold] goes on as if nothing had happened.
 
@@ -181,9 +183,7 @@ def _extra(module: str, what: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise OptionError(
-            f"{what} needs the package: pip install 'maestro-lod[{extra}]'."
-        ) from None
+        raise OptionError(f"{what} needs more packages: {install(extra)}.") from None
 
 
 def _result_table(result: dict[str, Any]) -> str:
@@ -199,6 +199,13 @@ def _result_table(result: dict[str, Any]) -> str:
     if ranks:
         shown = "  ".join(f"{row['name']} {row['rank']}/{row['full_rank']}" for row in ranks[:12])
         lines.append(f"{'ranks':14}{shown}{'  …' if len(ranks) > 12 else ''}")
+    size = result["size"]
+    if "bits" in size and (size["bits"] != 32 * cost["fused_params"]):
+        indices = f", {size['index_bits'] // 8:,} more for indices" if "index_bits" in size else ""
+        lines.append(
+            f"{'stored':14}{size['params']:>14,}  values, {-(-size['bits'] // 8):,} bytes "
+            f"({size['relative_bits']:.2f}×){indices}"
+        )
     if result["ledger"] and result["ledger"]["relative_macs"] is not None:
         ledger = result["ledger"]
         lines.append(

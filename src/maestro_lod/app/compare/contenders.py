@@ -7,6 +7,7 @@ once and cut to each size, or it has a size of its own.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from dataclasses import dataclass
 
@@ -69,7 +70,9 @@ _PARTICULAR = {
 }
 """Those that are more than the name of a method; the first two are one training for all sizes."""
 
-_PEERS: dict[str, str] = {}
+_PEERS = {
+    "torch-pruning": "maestro_lod.integrations.torch_pruning:TorchPruningSettings",
+}
 """Packages that one could use instead: where the method is that uses them."""
 
 
@@ -84,6 +87,15 @@ def contender(name: str) -> Contender:
         raise OptionError(
             f"there is no method {name!r}.{nearest(name, known())} Known: {listed(known(), 20)}."
         )
-    found = _PARTICULAR.get(name) or Contender(name, _PEERS.get(name, name))
-    found.kind  # noqa: B018  a peer's package may not be installed
-    return found
+    if name in _PEERS:
+        _require_package(name)
+    return _PARTICULAR.get(name) or Contender(name, _PEERS.get(name, name))
+
+
+def _require_package(peer: str) -> None:
+    try:
+        importlib.import_module(_PEERS[peer].partition(":")[0])
+    except ImportError as error:
+        raise OptionError(
+            f"{peer} needs its package ({error}): pip install 'maestro-lod[compare]'."
+        ) from None

@@ -100,12 +100,12 @@ function quantity(value) {
 }
 
 for (const frontier of document.querySelectorAll(".frontier")) {
-  const { dense, names, points, full } = JSON.parse(frontier.querySelector(":scope > script").textContent);
+  const { dense, names, points, full, places } = JSON.parse(frontier.querySelector(":scope > script").textContent);
   const controls = frontier.querySelector(".controls");
   const slider = controls.querySelector("input[type=range]");
   const output = controls.querySelector("output");
   const facts = controls.querySelectorAll("dd");
-  const layers = controls.querySelectorAll("tbody tr");
+  const layers = frontier.querySelectorAll(".ranks tbody tr");
   const charts = [...frontier.querySelectorAll(".plot")].map((plot) => {
     const svg = plot.querySelector("svg");
     const { hits, x, y: [bottom, top] } = JSON.parse(plot.querySelector("script").textContent);
@@ -133,8 +133,9 @@ for (const frontier of document.querySelectorAll(".frontier")) {
       row.querySelector(".number b").textContent = rank;
     });
     for (const { hits, axis: [name, low, high, start, end], beyond, chosen } of charts) {
-      chosen.setAttribute("cx", hits[best][0]);
-      chosen.setAttribute("cy", hits[best][2][0][3]);
+      const place = hits[places[name][best]];
+      chosen.setAttribute("cx", place[0]);
+      chosen.setAttribute("cy", place[2][0][3]);
       const x = start + (Math.log(budget / low) / Math.log(high / low)) * (end - start);
       beyond.setAttribute("x", x);
       beyond.setAttribute("width", name === kind ? end - x : 0);
