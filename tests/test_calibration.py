@@ -254,6 +254,24 @@ def test_a_tied_pair_is_ordered_by_both_of_its_uses():
     torch.testing.assert_close(found.moments["embedding"].inputs[0], expected, rtol=1e-4, atol=1e-3)
 
 
+def test_with_gradients_a_tied_pair_counts_by_what_both_uses_do_to_the_loss():
+    torch.manual_seed(0)
+    model, ids = Tied(), torch.randint(40, (64, 16))
+    found = calibrate(model, [ids], tied="share", loss=own_scores)
+    assert found.has_gradients
+    low_rank = lod.decompose(copy.deepcopy(model), tied="share", calibration=found)
+    energies = found.energies("embedding", model.embedding)
+    changes = {}
+    with torch.no_grad():
+        expected = model(ids).log_softmax(-1)
+        for rank in (8, 15):
+            with lod.at_ranks(low_rank, rank):
+                given = low_rank(ids).log_softmax(-1)
+            changes[rank] = float((expected.exp() * (expected - given)).sum(-1).mean())
+    estimated = float(energies[8:].sum() / energies[15:].sum())
+    assert 0.3 < changes[8] / changes[15] / estimated < 3
+
+
 def test_tokens_that_are_frequent_come_first():
     dense = nn.Embedding(30, 8)
     model = lod.decompose(copy.deepcopy(dense), calibration=[torch.tensor([[3, 3, 3, 3]])])

@@ -102,10 +102,11 @@ def calibrate(
         raise LayerError(f"no layer of {type(model).__name__} can be calibrated.")
     data = list(batches) if isinstance(batches, Iterator) else batches
     found = Calibration(layers)
+    found.moments |= {head: Moments() for head in plan.heads}  # until they join their embeddings
     for part in _parts(layers, memory, gradients=loss is not None):
         _pass(Observer(model, plan, part, found.moments, gradients=loss is not None), data, loss)
-    for embedding in plan.heads.values():
-        found.moments[embedding].use_twice()
+    for head, embedding in plan.heads.items():
+        found.moments[embedding].join_head(found.moments.pop(head))
     if found.unseen:
         warnings.warn(
             f"no calibration sample reached {listed(found.unseen)}: split by weights alone.",
