@@ -73,8 +73,13 @@ class Calibration:
         return found / seen.count if seen.has_gradients else found
 
     def _of(self, name: str) -> Moments | None:
-        seen = self.moments.get(name)
-        return None if seen is None or (seen.inputs is None and seen.outputs is None) else seen
+        if name not in self.moments:
+            raise LayerError(
+                f"calibration knows no layer {name or '(the model itself)'}: it is of another "
+                "model, or was made with another only, skip or tied. Calibrate with the same."
+            )
+        seen = self.moments[name]
+        return None if seen.inputs is None and seen.outputs is None else seen
 
 
 def calibrate(

@@ -74,7 +74,7 @@ class Observer:
     ) -> None:
         self.model, self._plan, self._layers, self._moments = model, plan, layers, moments
         self._gradients, self.batch = gradients, 0
-        self._outputs: list[tuple[str, Tensor]] = []
+        self._outputs: list[tuple[str, Tensor, Any]] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -107,15 +107,16 @@ class Observer:
                 with torch.no_grad():
                     for rows in rows_of(layer, *inputs):
                         self._add(name, rows)
-            return self._remember(name, output) if self._gradients else None
+            return self._remember(name, output, inputs) if self._gradients else None
 
         return look
 
-    def _remember(self, name: str, output: Tensor) -> Tensor | None:
+    def _remember(self, name: str, output: Tensor, inputs: Any = ()) -> Tensor | None:
         """Keep an output for its gradient; frozen layers give one that has it instead of theirs."""
         frozen = not output.requires_grad
-        self._outputs.append((name, output.detach().requires_grad_() if frozen else output))
-        return self._outputs[-1][1].clone() if frozen else None
+        seen = output.detach().requires_grad_() if frozen else output
+        self._outputs.append((name, seen, inputs))
+        return seen.clone() if frozen else None
 
     def _head_seen(self, head: str) -> Callable[..., Tensor | None]:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
@@ -144,7 +145,7 @@ class Observer:
             if (full := f"{name}.{part}".lstrip(".")) in self._layers:
                 self._add(full, [rows])
                 if self._gradients and product.requires_grad:
-                    self._outputs.append((full, product))
+                    self._outputs.append((full, product, ()))
 
         def again(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
             return unrolled(module, *args, **kwargs, see=see)  # None leaves the output as it is
@@ -174,13 +175,13 @@ class Observer:
     def differentiate(self, loss: Tensor) -> None:
         """Add what the loss says about the outputs of all layers that were called."""
         outputs, self._outputs = self._outputs, []
-        gradients = torch.autograd.grad(loss, [y for _, y in outputs], allow_unused=True)
-        for (name, _), gradient in zip(outputs, gradients, strict=True):
+        gradients = torch.autograd.grad(loss, [y for _, y, _ in outputs], allow_unused=True)
+        for (name, _, inputs), gradient in zip(outputs, gradients, strict=True):
             if gradient is None:
                 continue
             layer = self._layers.get(name)
             of_head = [gradient.reshape(-1, gradient.shape[-1])]
-            rows = of_head if layer is None else output_rows_of(layer, gradient)
+            rows = of_head if layer is None else output_rows_of(layer, gradient, *inputs)
             if rows is None:
                 continue
             # what an embedding puts out are its columns; its rows count by what is looked up
