@@ -25,7 +25,7 @@ from paper.scale import Scale
 
 ITEMS = (
     "toy", "table10", "swings", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k",
-    "times", "budgets", "pressure", "sampling", "compare",
+    "times", "budgets", "pressure", "sampling", "compare", "compare_digits", "every-size",
 )  # fmt: skip
 """In the order of the README."""
 
@@ -35,7 +35,7 @@ START, END = "<!-- python -m paper readme -->\n", "<!-- end of it -->"
 
 
 def item(name: str) -> ModuleType:
-    return import_module(f"paper.{name}")
+    return import_module(f"paper.{name.replace('-', '_')}")
 
 
 def measure(name: str, scale: Scale, results: Path) -> None:

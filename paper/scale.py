@@ -41,7 +41,8 @@ class Scale:
         directory = self.runs / name / ",".join(f"{k}={_written(v)}" for k, v in given.items())
         given["threads"] = 1
         if self.smoke:
-            few = "data.options.lines" if recipe.endswith(".yaml") else "data.limit"
+            own = ":" in load_recipe(recipe).data.name
+            few = "data.options.lines" if own else "data.limit"
             given |= {"epochs": 1, few: 512, "schedule": "constant"}
         wanted = load_recipe(recipe, [f"{key}={_written(value)}" for key, value in given.items()])
         run = Run(directory, wanted)

@@ -1,117 +1,76 @@
-"""Ranks by arithmetic keep the limit, and lose least where layers do not depend on each other."""
+"""Which layers get the ranks: those that lose the least within any cost."""
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import maestro_lod as lod
-from maestro_lod.cost import Costs
-from maestro_lod.errors import OptionError
-from maestro_lod.pretrained.allocation import choose_ranks, energies_of
-from maestro_lod.pretrained.calibration import calibrate
+from maestro_lod.train.allocation import Allocation, allocation, smallest_cost
+from maestro_lod.train.ledger import Ledger
 
 
-class Beside(nn.Module):
-    """Layers side by side, so that what they lose adds up; each matters by a factor of its own."""
-
-    def __init__(self, *factors: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in factors)
-        self.factors = factors
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([f * m(x) for f, m in zip(self.factors, self.layers, strict=True)], 1)
-
-
-def calibrated(model: nn.Module, x: Tensor, **options):
-    found = calibrate(model, [(x, None)], **options)
-    return lod.decompose(model, calibration=found), found
-
-
-def summed(output: Tensor, target: None) -> Tensor:
-    """A loss whose gradients are independent of each other and of inputs."""
-    return (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(0))).sum()
-
-
-@given(st.floats(0.3, 1.0), st.integers(0, 9), st.booleans())
-def test_limits_are_kept_and_hardly_missed(share, seed, with_loss):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 16), nn.Linear(16, 25))
-    x = torch.randn(60, 20)
-    model, found = calibrated(model, x, loss=summed if with_loss else None)
-    costs = Costs(model, None)
-    params = costs.at(choose_ranks(model, found, max_params=share)).params
-    assert params <= share * costs.dense.params
-    dense_again = max(layer.dense_weights for layer in (model[0], model[2], model[3]))
-    assert params > share * costs.dense.params - dense_again
-
-
-def test_the_error_is_close_to_the_best_of_all_ranks_within_the_limit():
-    torch.manual_seed(3)
-    model, x = Beside(1.0, 1.0), torch.randn(500, 12) * torch.logspace(0.5, -0.5, 12)
-    expected = model(x).detach()
-    model, found = calibrated(model, x, loss=summed)
-
-    def error(ranks: dict[str, int]) -> float:
-        with lod.at_ranks(model, ranks), torch.no_grad():
-            return float((model(x) - expected).square().sum())
-
-    costs = Costs(model, None)
-    pairs = itertools.product(range(1, 13), repeat=2)
-    possible = [dict(zip(lod.ranks(model), pair, strict=True)) for pair in pairs]
-    for share in (0.4, 0.6, 0.8):
-        limit = int(share * costs.dense.params)
-        best = min(error(r) for r in possible if costs.at(r).params <= limit)
-        assert error(choose_ranks(model, found, max_params=limit)) <= 1.5 * best, share
-
-
-def test_a_layer_that_matters_more_keeps_more():
-    torch.manual_seed(0)
-    model, found = calibrated(Beside(1.0, 20.0), torch.randn(200, 12), loss=summed)
-    low, high = choose_ranks(model, found, max_params=0.5).values()
-    assert low < high
-    assert (
-        energies_of(model, found)["layers.1"].sum()
-        > 100 * energies_of(model, found)["layers.0"].sum()
-    )
-
-
-def test_without_gradients_all_layers_matter_the_same():
-    model, found = calibrated(Beside(1.0, 20.0), torch.randn(200, 12))
-    assert not found.has_gradients
-    for energy in energies_of(model, found).values():
-        torch.testing.assert_close(energy.sum(), torch.ones((), dtype=energy.dtype))
-
-
-def test_a_loss_decides_between_allocations():
-    torch.manual_seed(0)
-    model, x = Beside(1.0, 6.0), torch.randn(200, 12)
-    expected = model(x).detach()
-    model, found = calibrated(model, x)  # which believes that both matter the same
-
-    def loss(m: nn.Module) -> Tensor:
-        return (m(x) - expected).square().mean()
-
-    def measured(ranks: dict[str, int]) -> float:
-        with lod.at_ranks(model, ranks), torch.no_grad():
-            return float(loss(model))
-
-    told = choose_ranks(model, found, max_params=0.5, loss=loss)
-    assert measured(told) <= measured(choose_ranks(model, found, max_params=0.5))
-    assert Costs(model, None).at(told).params <= 0.5 * Costs(model, None).dense.params
-
-
-@pytest.mark.parametrize(
-    ("limit", "says"),
-    [(0, "above 0"), (1.5, "share"), (True, "no number"), (3, "cannot be reached: 0 parameters")],
+@given(
+    tails=st.lists(st.lists(st.floats(0.01, 1), min_size=1, max_size=5), min_size=1, max_size=3),
+    share=st.floats(0.3, 0.95),
+    room=st.floats(1.0, 3.0),
 )
-def test_limits_that_make_no_sense_are_refused(limit, says):
-    model, found = calibrated(Beside(1.0), torch.randn(20, 12))
-    with pytest.raises(OptionError, match=says):
-        choose_ranks(model, found, max_params=limit)
+def test_ranks_lose_the_least_of_all_that_fit(
+    tails: list[list[float]], share: float, room: float
+) -> None:
+    lost: dict[str, Tensor] = {
+        str(i): torch.tensor([1.0, *sorted(tail, reverse=True)[1:], 0.0])
+        for i, tail in enumerate(tails)
+    }
+    rest = 2
+
+    def cost_of(name: str, rank: int) -> int:
+        return (3 + int(name)) * rank
+
+    def deployed(ranks: dict[str, int]) -> int:
+        return rest + sum(cost_of(name, rank) for name, rank in ranks.items())
+
+    choices = {name: range(1, len(shares)) for name, shares in lost.items()}
+    most = deployed({name: len(shares) - 1 for name, shares in lost.items()})
+    least = deployed(dict.fromkeys(lost, 1))
+    limit = max(round(share * most), least)
+
+    def kept(ranks: dict[str, int]) -> float:
+        total = 1.0
+        for name, rank in ranks.items():
+            total *= max(1 - float(lost[name][rank]), 1e-12)
+        return total
+
+    combinations: list[dict[str, int]] = [{}]
+    for name, choice in choices.items():
+        combinations = [{**c, name: rank} for c in combinations for rank in choice]
+    fitting = [c for c in combinations if deployed(c) <= limit]
+    nearly = [c for c in fitting if deployed(c) >= 0.95 * limit] or fitting
+    spent = Allocation(lost, choices, cost_of, most=round(room * limit), rest=rest)
+    ranks = spent.within(limit)
+    assert deployed(ranks) <= limit
+    assert kept(ranks) >= max(map(kept, nearly)) * (1 - 1e-4) - 1e-9
+
+
+def test_where_nothing_fits_the_cheapest_ranks_are_given() -> None:
+    lost = {"a": torch.tensor([1.0, 0.5, 0.0]), "b": torch.tensor([1.0, 0.1, 0.0])}
+    spent = Allocation(lost, {"a": range(1, 3), "b": range(2, 3)}, lambda _, r: 10 * r, most=100)
+    assert spent.within(5) == {"a": 1, "b": 2}
+
+
+def test_a_model_is_judged_by_its_weights_and_frozen_layers_stay() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, 30))
+    with torch.no_grad():  # two directions are all that the first layer has, the second has many
+        model[0].weight.copy_(torch.randn(30, 2) @ torch.randn(2, 30))
+    lod.decompose(model)
+    model[2].requires_grad_(False)
+    costs = Ledger.of(model, torch.empty(1, 30)).costs(model)
+    assert costs.dense.macs is not None
+    for kind, limit in (("params", 0.7 * costs.dense.params), ("macs", 0.7 * costs.dense.macs)):
+        ranks = allocation(model, costs, kind, most=costs.dense.params).within(int(limit))
+        assert ranks["0"] == 2 and ranks["1"] > 6 and ranks["2"] == 30
+        assert getattr(costs.at(ranks), kind) <= limit
+    assert smallest_cost(model, costs, "macs") == 2 * 60 + 900

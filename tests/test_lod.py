@@ -32,7 +32,7 @@ from maestro_lod import (
 )
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.layers import LowRank
-from maestro_lod.train.budget import fitting_ranks
+from maestro_lod.train.allocation import Allocation
 from maestro_lod.train.evaluate import IGNORED, CrossEntropy
 from maestro_lod.train.fit import fit
 from maestro_lod.train.floor import reachable_importance
@@ -965,8 +965,8 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
     model = low_rank_model()
     budget = Budget(params=np.float32(0.75), steps=np.int64(3))
     train = LoD(model, sgd(model), penalty=budget, min_rank=np.int64(2), seed=np.int64(1))
-    assert train.steering is not None
-    assert (train.steering.steps, train.min_rank) == (3, 2)
+    assert train.landing is not None
+    assert (train.landing.steps, train.min_rank) == (3, 2)
 
 
 def test_what_is_no_averaged_copy_is_refused_at_once() -> None:
@@ -1076,7 +1076,7 @@ def test_a_step_that_a_scaler_skips_moves_nothing(fused: bool, options: dict) ->
     scaler.step(optimizer)
     scaler.update()
     assert_same(before, model.state_dict())
-    assert train.steering is None or train.steering.step == 0
+    assert train.landing is None or train.landing.step == 0
 
 
 def test_models_of_packed_sequences_train_and_are_counted() -> None:
@@ -1105,10 +1105,11 @@ def test_another_default_device_changes_nothing() -> None:
     sampler = RankSampler(model := low_rank_model(), seed=3)
     with torch.device("meta"):
         drawn = [sampler.sample() for _ in range(30)]
-        ranks_kept = fitting_ranks(
-            {"a": torch.tensor([3.0, 1.0], device="cpu")}, {"a": range(1, 3)},
-            lambda name, rank: 10 * rank, limit=15,
+        spent = Allocation(
+            {"a": torch.tensor([1.0, 0.5, 0.0], device="cpu")}, {"a": range(1, 3)},
+            lambda name, rank: 10 * rank, most=15,
         )  # fmt: skip
+        ranks_kept = spent.within(15)
     assert drawn == [expected.sample() for _ in range(30)]
     assert ranks_kept == {"a": 1}
     assert sampler.state_dict()["pending"].device == model[0].u.device

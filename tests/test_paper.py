@@ -55,7 +55,7 @@ def needs(data: str) -> pytest.MarkDecorator:
     [
         pytest.param("table10", marks=needs("mnist")),
         pytest.param("swings", marks=needs("mnist")),
-        pytest.param("compare", marks=needs("mnist")),
+        "compare_digits",
         pytest.param("cifar", marks=needs("cifar10")),
         pytest.param("multi30k", marks=needs("multi30k")),
     ],

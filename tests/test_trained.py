@@ -104,6 +104,23 @@ def test_a_run_is_deployed_to_every_format(
     torch.testing.assert_close(answer, rebuilt(example), rtol=1e-4, atol=1e-4)
 
 
+def test_a_size_is_healed_before_it_is_written(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "healed"
+    limits = ("--max-macs", "0.25", "--quiet", "--to", "safetensors")
+    command = ("deploy", str(finished), *limits, "--heal", "2", "--out", str(out))
+    assert lod_program(*command) == 0
+    assert "before healing" in capsys.readouterr().out
+    written = json.loads((out / "deploy.json").read_text())
+    assert written["test"]["loss"] != written["unhealed_test"]["loss"]
+    (kept,) = finished.glob("healing-2-*.safetensors")
+    assert lod_program("verify", str(kept)) == 0
+    rebuilt = lod.load(out / "model.safetensors", into=LeNet())
+    assert Trained.of(Run.open(finished)).test(rebuilt) == pytest.approx(written["test"])
+    kept.unlink()
+
+
 def beside_dense(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Make up that each file takes so many times as long as its dense form."""
     times = {"small": [2.0 * share] * 3, "dense": [2.0] * 3}

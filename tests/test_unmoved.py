@@ -133,8 +133,8 @@ def test_under_a_budget_too_nothing_goes_that_has_not_moved() -> None:
     train = LoD(model, optimizer, penalty=Budget(params=0.3, steps=1000))
     one_step(model, train, *digits()[0][0])
     assert train.end_epoch() == {}
-    assert train.steering is not None
-    assert train.steering.phase == "pressing"
+    assert train.landing is not None
+    assert train.landing.phase == "whole"
 
 
 def test_what_has_moved_is_judged_from_the_second_epoch_on() -> None:

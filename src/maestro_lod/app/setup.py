@@ -59,7 +59,7 @@ class Setup:
         data = data_of(recipe)
         model = model_of(recipe, data)
         _rehearse(recipe, model, data)
-        optimizer = _optimizer(recipe, model)
+        optimizer = optimizer_of(recipe, model)
         dense = cost_of(dense_model_of(recipe, data), data.example)
         method = recipe.settings.make(
             model, optimizer, example=data.example, seed=recipe.seed, dense=dense
@@ -170,7 +170,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+def optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """Return the optimizer of a recipe for all that is trained of a model."""
     chosen = recipe.optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained}]

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from maestro_lod.app.binding import require_same_weights, weights_digest
 from maestro_lod.app.data import Data
 from maestro_lod.app.run import Run
-from maestro_lod.app.setup import loss_of
+from maestro_lod.app.setup import loss_of, optimizer_of
 from maestro_lod.calls import as_call, with_tensors
 from maestro_lod.checkpoint import save
 from maestro_lod.cost import Cost
@@ -33,7 +34,7 @@ from maestro_lod.deploy.latency import all_dense, latency
 from maestro_lod.deploy.limits import require_limits
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.deploy.timing import drawn_call, interleaved
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import OptionError, require_whole
 from maestro_lod.files import alone_in, remove_leftovers
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import decompose, extract
@@ -49,6 +50,8 @@ from maestro_lod.train.evaluate import (
     recalibrate,
     to_evaluate,
 )
+from maestro_lod.train.fit import FitOptions
+from maestro_lod.train.healing import heal as heal_plain
 from maestro_lod.train.sample import SAMPLES, first_samples, mean_loss
 
 Progress = Callable[[int, float], None]
@@ -190,13 +193,17 @@ def deploy(
     multiple: int | None = None,
     int8: bool = False,
     fast: bool = False,
+    heal: int = 0,
     progress: Progress | None = None,
 ) -> Deployment:
     """Write a run's model as it was trained, or its best size within limits, to files.
 
-    As `deploy_size` does; sizes are searched only if there is a limit.
+    As `deploy_size` does; sizes are searched only if there is a limit. It is trained for `heal`
+    epochs before; what was done of them is kept in the run's directory, so that the same call goes
+    on after it was stopped.
     """
     require_deployable(limits, formats, out, int8=int8)
+    require_whole("heal", heal)
     return deploy_size(
         trained.model,
         frontier_of(trained, progress) if limits else None,
@@ -205,11 +212,23 @@ def deploy(
         formats=formats,
         test=trained.tested,
         judge=lambda ranks: search(trained, ranks=[ranks])[-1],
+        heal=partial(_healed, trained, heal) if heal else None,
         multiple=multiple,
         int8=int8,
         fast=fast,
         **limits,
     )
+
+
+def _healed(trained: Trained, epochs: int, plain: nn.Module) -> None:
+    """Train the model that is deployed as its run was trained."""
+    recipe = trained.run.recipe
+    kept = trained.run.directory / f"healing-{epochs}-{weights_digest(plain)[:16]}.safetensors"
+    options = FitOptions(recipe.clip_norm, recipe.accumulate, recipe.amp, recipe.recalibration)
+    heal_plain(
+        plain, trained.data.train, optimizer=optimizer_of(recipe, plain), epochs=epochs,
+        loss=loss_of(recipe), seed=recipe.seed, options=options, checkpoint=kept,
+    )  # fmt: skip
 
 
 def require_deployable(

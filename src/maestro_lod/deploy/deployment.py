@@ -63,6 +63,8 @@ class Deployment:
     dense_macs: int
     test: dict[str, float]
     dense_test: dict[str, float]
+    unhealed_test: dict[str, float] | None
+    """Of the size before it was healed; None if it was not."""
     files: list[Deployed]
     left_out: dict[str, str]
     """What was asked for and not written, by its name, and why."""
@@ -102,7 +104,10 @@ class Deployment:
             f"at batch {self.batch}, {self.threads} threads",
         ]
         for name, value in self.test.items():
-            lines.append(f"test {name} {value:.4f}  (dense form {self.dense_test[name]:.4f})")
+            beside = f"dense form {self.dense_test[name]:.4f}"
+            if self.unhealed_test is not None:
+                beside = f"before healing {self.unhealed_test[name]:.4f}, {beside}"
+            lines.append(f"test {name} {value:.4f}  ({beside})")
         return "\n".join([*lines, "", table(header, rows, right=range(1, 6))])
 
 
@@ -115,6 +120,7 @@ def deploy_size(
     formats: Sequence[str] = ("onnx",),
     test: Callable[[nn.Module], dict[str, float]] | None = None,
     judge: Judge | None = None,
+    heal: Callable[[nn.Module], object] | None = None,
     multiple: int | None = None,
     int8: bool = False,
     fast: bool = False,
@@ -130,7 +136,8 @@ def deploy_size(
     `judge(ranks)` says how good that is), latency on this machine at the example's batch size.
     `fast`, and a limit on latency, trade size for speed: layers that are slower factored are
     multiplied out as far as the limits allow. `test(plain)` may recalibrate the plain model and
-    returns what to report of it.
+    returns what to report of it; `heal(plain)` may train it before, and the report says what it was
+    without.
 
     A file that cannot be exported or verified, takes longer than the limit or, if it is to be
     `fast`, than the dense model, or is int8 and no smaller for it, is left out, and the result says
@@ -140,8 +147,12 @@ def deploy_size(
     require_usable(out, formats)
     tell = Telling("deploy")
     chosen = _Chosen.of(model, sizes, limits, example, multiple, judge, fast)
-    dense = all_dense(model)
-    reached, of_dense = ({} if test is None else test(plain) for plain in (chosen.plain, dense))
+    dense, test = all_dense(model), test or (lambda plain: {})
+    unhealed = None
+    if heal is not None:
+        unhealed = test(chosen.plain)
+        heal(chosen.plain)
+    reached, of_dense = test(chosen.plain), test(dense)
     cost, dense_cost = (cost_of(plain, example) for plain in (chosen.plain, dense))
     with replacing_directory(out) as place:
         writer = _Writer(chosen.plain, dense, place, example, limits.get("max_latency"), fast, tell)
@@ -153,8 +164,8 @@ def deploy_size(
             raise OptionError(" ".join(dict.fromkeys(writer.left_out.values())))
         deployment = Deployment(
             chosen.point, chosen.ranks, cost.params, cost.macs or 0, dense_cost.params,
-            dense_cost.macs or 0, reached, of_dense, [*writer.files.values()], writer.left_out,
-            writer.batch, torch.get_num_threads(),
+            dense_cost.macs or 0, reached, of_dense, unhealed, [*writer.files.values()],
+            writer.left_out, writer.batch, torch.get_num_threads(),
         )  # fmt: skip
         with replacing(place / "deploy.json") as description:
             description.write_text(json.dumps(deployment.to_dict(), indent=1))

@@ -190,11 +190,16 @@ class LowRank(Factors):
 
     def _set_matrices(self, left: Tensor, right: Tensor) -> None:
         """Copy (groups, m, r) and (groups, r, n) matrices into `u` and `v`."""
+        u, v = self.factors_of(left, right)
+        self.u.copy_(u)
+        self.v.copy_(v)
+
+    def factors_of(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Give (groups, m, r) and (groups, r, n) matrices the layout of `u` and `v`."""
         r, groups = self.rank, self.groups
         out, kernel = self.u.shape[0] // groups, math.prod(self.u.shape[2:])
         left = left.reshape(groups, out, kernel, r).transpose(2, 3)  # (groups, out, r, kernel)
-        self.u.copy_(left.reshape(self.u.shape))
-        self.v.copy_(right.transpose(0, 1).reshape(self.v.shape))
+        return left.reshape(self.u.shape), right.transpose(0, 1).reshape(self.v.shape)
 
     def _matrices(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """View factors as (groups, m, r) and (groups, r, n) matrices."""

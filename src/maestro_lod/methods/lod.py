@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from maestro_lod.cost import Cost
 from maestro_lod.errors import OptionError
 from maestro_lod.surgery import decompose
+from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import Settings, setting
 from maestro_lod.train.pressure import require_plain_gradient
@@ -51,10 +52,11 @@ class Decomposition:
 class LoDSettings(Settings):
     """What a recipe chooses of low-rank training; the rest is as in `LoD`."""
 
-    alternatives = ("penalty", "pressure", "budget")
+    alternatives = ("penalty", "pressure", "budget", "elastic")
 
     decompose: Decomposition = Decomposition()
     budget: Budget | None = None
+    elastic: float = setting(0.0, "the share of dense down to which every size is trained", least=0)
     penalty: float = setting(0.0, "λ of the group lasso, instead of a budget", least=0.0)
     pressure: float = setting(0.0, "λ without units, to search on", least=0.0)
     threshold: float = setting(1e-7, "importance of ranks to remove", least=0.0)
@@ -69,9 +71,14 @@ class LoDSettings(Settings):
         if self.distill and not self.full_pass:
             raise OptionError("distill needs its teacher: set full_pass=true too.")
         if self.budget is not None and (self.penalty or not self.shrink):
+            raise OptionError("budget removes ranks by itself: leave penalty and shrink out.")
+        if self.elastic and (self.budget is not None or self.penalty or self.pressure):
             raise OptionError(
-                "budget steers the penalty and shrinks: leave penalty and shrink out."
+                "elastic trains every size and presses none: leave penalty, pressure and budget "
+                "out."
             )
+        if self.elastic:
+            Elastic(self.elastic)
         if self.pressure and (self.penalty or self.budget is not None):
             raise OptionError("pressure sets the penalty: leave penalty and budget out.")
 
@@ -100,4 +107,6 @@ class LoDSettings(Settings):
         others = {"decompose", "shrink", *self.alternatives}
         same = {key: value for key, value in vars(self).items() if key not in others}
         same["threshold"] = self.threshold if self.shrink else None
+        if self.elastic:
+            same["sampling"] = Elastic(self.elastic)
         return LoD(model, optimizer, penalty=self.strength, example=example, seed=seed, **same)

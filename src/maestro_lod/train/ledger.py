@@ -59,12 +59,12 @@ class Ledger:
         self.dense_macs, self.positions = macs.total, macs.positions
 
     def epoch_cost(
-        self, model: nn.Module, chances: Mapping[str, Sequence[float]], *, full_pass: bool = False
+        self, model: nn.Module, chances: Mapping[str, Sequence[float]], *, full_pass: float = 0.0
     ) -> EpochCost:
         """Return the cost of an epoch at the model's current ranks; append it to `epochs` to book.
 
         `chances` says how likely each layer is at rank 1, 2, … in a step; layers that are not in
-        it always are at their own.
+        it always are at their own. `full_pass` is the share of steps with a pass at full rank too.
         """
         layers = low_rank_layers(model)
         return EpochCost(
@@ -89,7 +89,7 @@ class Ledger:
         self,
         model: nn.Module,
         chances: Mapping[str, Sequence[float]],
-        full_pass: bool,
+        full_pass: float,
         macs: Callable[[Costed, int, int], int],
     ) -> float | None:
         if self.dense_macs is None:
@@ -102,7 +102,7 @@ class Ledger:
             sampled += whole - layer.dense_macs(positions)
             for b, chance in enumerate(chances.get(use.owner, ()), 1):
                 sampled += chance * (macs(layer, positions, b) - whole)
-        return sampled + full if full_pass else sampled
+        return sampled + full_pass * full
 
     @property
     def relative_params(self) -> float | None:

@@ -27,14 +27,15 @@ from maestro_lod.errors import (
 )
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import require_all_active, require_low_rank, unwrapped
-from maestro_lod.train.budget import Steering
+from maestro_lod.train.budget import Landing
+from maestro_lod.train.elastic import Elastic, ElasticSampler, sampler_for
 from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.method import RunPlan
+from maestro_lod.train.order import order_ranks
 from maestro_lod.train.passes import Passes
 from maestro_lod.train.rank_penalty import RankPenalty
 from maestro_lod.train.record import MethodRecord
-from maestro_lod.train.sampling import RankSampler
 from maestro_lod.train.shrink import (
     cut,
     ranks_above,
@@ -64,7 +65,8 @@ class LoD:
     ...     train.end_epoch()
 
     `penalty` is λ, a `Pressure`, or a `Budget` to land on; `threshold` the importance at or below
-    which ranks are removed, None to remove none; `sampling` a strategy of `RankSampler`; `proximal`
+    which ranks are removed, None to remove none; `sampling` a strategy of `RankSampler`, or
+    `Elastic(0.1)` to train every size down to a tenth, which goes through `backward`; `proximal`
     replaces the penalty's gradient by its exact proximal step after every `optimizer.step()`, which
     reaches zero under any optimizer; `full_pass` adds a pass at full rank to every step, and
     `distill` then trains the sampled pass on its predictions: both go through `backward`. `ema` is
@@ -80,7 +82,7 @@ class LoD:
         penalty: Strength = 0.0,
         threshold: float | None = 1e-7,
         seed: int = 0,
-        sampling: str = "pairs",
+        sampling: str | Elastic = "pairs",
         proximal: bool = False,
         min_rank: int = 0,
         full_pass: bool = False,
@@ -88,7 +90,7 @@ class LoD:
         ema: AveragedModel | None = None,
         example: Example | None = None,
     ) -> None:
-        self.passes = Passes(full_pass, distill)
+        self.passes = Passes.of(sampling, full_pass, distill)
         budget = isinstance(strength := require_strength(penalty), Budget)
         if budget and threshold is None:
             raise OptionError("a budget has to remove ranks: leave threshold=None out.")
@@ -98,13 +100,13 @@ class LoD:
         adopt_shards(self.model)
         self.threshold = None if threshold is None else require_nonnegative("threshold", threshold)
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
-        self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
+        self.sampler = sampler_for(self.model, sampling, seed)
         require_optimizer(self.model, optimizer)
         self.ema = None if ema is None else require_averaged(ema)
         self.ledger = Ledger.of(self.model, example)
         self._penalty = RankPenalty(
             strength, self.model, optimizer, self.ledger,
-            proximal=require_bool("proximal", proximal), min_rank=self.min_rank,
+            ema=self.ema, proximal=require_bool("proximal", proximal), min_rank=self.min_rank,
         )  # fmt: skip
         self.proximal = self._penalty.proximal
         self.epoch = 0
@@ -126,9 +128,9 @@ class LoD:
         self._penalty.value = require_nonnegative("penalty", value)
 
     @property
-    def steering(self) -> Steering | None:
-        """How a budget is approached, if there is one."""
-        return self._penalty.steering
+    def landing(self) -> Landing | None:
+        """When and where the model lands on its budget, if there is one."""
+        return self._penalty.landing
 
     @property
     def history(self) -> list[dict[str, int]]:
@@ -141,6 +143,8 @@ class LoD:
         if not same or self.model is not unwrapped(model):
             raise OptionError("LoD was made for another model or optimizer than fit was given.")
         self._penalty.start(plan)
+        if isinstance(self.sampler, ElasticSampler):
+            self.sampler.expect(plan.epochs)
         self._epochs = plan.epochs
 
     # -- one step ------------------------------------------------------------------------------
@@ -154,7 +158,7 @@ class LoD:
         """
         with (
             explaining_loss_of_others(),
-            self._steps.one(healing=self._healing(passes=1)) as drawn,
+            self._steps.one(whole=self._whole(passes=1)) as drawn,
         ):
             yield drawn
 
@@ -163,19 +167,22 @@ class LoD:
 
         For trainers that call back at the beginning and end of a step.
         """
-        return self._steps.begin(healing=self._healing(passes=1))
+        return self._steps.begin(whole=self._whole(passes=1))
 
     def end_step(self) -> None:
         """Make all ranks active again, after forward and backward of a step that was begun."""
         self._steps.end()
 
-    def _healing(self, passes: int) -> bool:
-        """Say whether the model heals, or refuse a step that cannot be done in so many passes."""
+    def _whole(self, passes: int) -> bool:
+        """Say whether a step trains the whole model, or refuse one of too few passes."""
         if self.passes.full_pass and passes == 1:
-            raise OptionError("full_pass=True needs two passes: use backward(forward, loss).")
+            what = "sampling=Elastic(…)" if self.passes.elastic else "full_pass=True"
+            raise OptionError(f"{what} needs two passes: use backward(forward, loss).")
         self._penalty.begin_step()
         self._agreement.before_step(self.facts)
-        return self._penalty.healing
+        if isinstance(self.sampler, ElasticSampler):
+            return self.sampler.waits(self.epoch, self.ledger)
+        return self._penalty.whole_steps
 
     def penalty_loss(self) -> Tensor:
         """Return λ times the group lasso, to be added to the loss; zero in proximal mode."""
@@ -201,17 +208,18 @@ class LoD:
 
         >>> train.backward(lambda: model(x), lambda output: F.cross_entropy(output, y))
 
-        With `full_pass` that is a pass at full rank and a sampled one, each with its own backward;
-        otherwise the sampled one. The penalty is included. `weight` scales all of it: 1/k where
-        the gradients of k batches are accumulated. `soft_loss(output, teacher)` is what `distill`
-        trains the sampled pass on, given the output of the full one; without it that is the
-        cross-entropy of scores (N, classes, …).
+        With `full_pass` that is a pass at full rank and a sampled one, each with its own backward,
+        unless all ranks are trained anyway; otherwise the sampled one. The penalty is included.
+        `weight` scales all of it: 1/k where the gradients of k batches are accumulated.
+        `soft_loss(output, teacher)` is what `distill` trains the sampled pass on, given the output
+        of the full one; without it that is the cross-entropy of scores (N, classes, …).
         """
         with explaining_loss_of_others():
-            sampled = self._steps.one(healing=self._healing(passes=2))
+            whole = self._whole(passes=2)
             return self.passes.backward(
-                forward, loss, sampled, self.penalty_loss, weight, soft_loss
-            )
+                forward, loss, self._steps.one(whole=whole), self.penalty_loss, weight, soft_loss,
+                whole=whole,
+            )  # fmt: skip
 
     # -- one epoch -----------------------------------------------------------------------------
 
@@ -228,7 +236,9 @@ class LoD:
         require_finite_parameters(self.model)
         keep = self._ranks_to_keep(last)
         cost = self.ledger.epoch_cost(
-            self.model, self._steps.chances(), full_pass=self.passes.full_pass
+            self.model,
+            self._steps.chances(),
+            full_pass=self._steps.sampled * self.passes.full_pass,
         )
         lost = {} if self.threshold is None else self._cut(keep)
         self.ledger.epochs.append(cost)
@@ -239,18 +249,27 @@ class LoD:
         self.epoch += 1
         self._penalty.use = None
         self._steps.new_epoch()
+        if isinstance(self.sampler, ElasticSampler):
+            self._prepare_sizes(self.sampler)
         self._agreement.new_epoch()
         self._penalty.warn_of_floor(self.threshold, lost)
         return lost
 
     def _ranks_to_keep(self, last: bool) -> dict[str, int]:
-        if last and self.steering is not None:
+        if self.landing is not None and (last or self.landing.due(self.epoch + 1)):
             self.land()
         spared = self._grace.end_epoch(self.epoch)
         keep = at_least(ranks_above(self.model, self.threshold or 0.0, self.min_rank), spared)
         _require_ranks(keep, self.threshold, self.penalty)
         self._steps.measure(self.ledger)
-        return keep if self.steering is None else self.steering.end_epoch(self.model, spared)
+        return keep if self.landing is None else self.landing.end_epoch(self.model)
+
+    def _prepare_sizes(self, sampler: ElasticSampler) -> None:
+        """Order ranks once the whole model was trained alone; then choose those of every size."""
+        if self.epoch == sampler.alone > 0:
+            order_ranks(self.model, self.optimizer, self.ema)
+        if self.epoch >= sampler.alone:
+            sampler.build(self.ledger.costs(self.model))
 
     def _cut(self, keep: Mapping[str, int]) -> dict[str, int]:
         return cut(self.model, keep, self.optimizer, self.ema, self._agreement.wrappers)
@@ -258,7 +277,7 @@ class LoD:
     def land(self) -> None:
         """Fit the budget now, whatever the plan: ranks too many become zero until end_epoch().
 
-        For a loop of your own: some epochs before its end, since from here on the weights heal.
+        For a loop of your own: long before its end, since what is left still has to be trained.
         """
         self._penalty.land()
 
@@ -267,7 +286,7 @@ class LoD:
         deployed, dense_macs = self.ledger.deployed(self.model), self.ledger.dense_macs
         params, macs = deployed.params, deployed.macs
         note = None
-        if self.steering is None and self.threshold is not None and self._epochs is not None:
+        if self.landing is None and self.threshold is not None and self._epochs is not None:
             share, passed = params / self.ledger.dense_params, (self.epoch, self._epochs)
             note = unshrunk(self._layers, share, self.penalty, *passed)
         return MethodRecord(
@@ -279,8 +298,8 @@ class LoD:
             relative_bits=params / self.ledger.dense_params,
             ranks={name: layer.rank for name, layer in self._layers.items()},
             penalty=self.penalty,
-            budget=None if self.steering is None else self.steering.share,
-            phase=None if self.steering is None else self.steering.phase,
+            budget=None if self.landing is None else self.landing.share,
+            phase=None if self.landing is None else self.landing.phase,
             note=note,
         )
 
@@ -309,7 +328,7 @@ class LoD:
             **self._steps.counts(),
             "sampler": self.sampler.state_dict(),
             "ledger": self.ledger.state_dict(),
-            "budget": None if self.steering is None else self.steering.state_dict(),
+            "budget": None if self.landing is None else self.landing.state_dict(),
             "unmoved": dict(self._grace.ranks),
             "penalty_use": self._penalty.use,
         }
@@ -317,12 +336,12 @@ class LoD:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state exactly; load the model's and the optimizer's state first."""
         here = {name: layer.rank for name, layer in self._layers.items()}
-        _require_state(state, here, budget=self.steering is not None)
+        _require_state(state, here, budget=self.landing is not None)
         require_optimizer(self.model, self.optimizer)
         self.sampler.load_state_dict(state["sampler"])
         self.ledger.load_state_dict(state["ledger"])
-        if self.steering is not None:
-            self.steering.load_state_dict(state["budget"])
+        if self.landing is not None:
+            self.landing.load_state_dict(state["budget"])
         self.epoch, self._penalty.value = int(state["epoch"]), float(state["penalty"])
         self._steps.load_counts(state)
         # which older states do not have

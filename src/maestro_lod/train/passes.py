@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from maestro_lod.errors import OptionError, require_bool
+from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.finite import require_finite_loss
 
 
@@ -22,6 +23,15 @@ class Passes:
     full_pass: bool
     distill: bool
     """Whether the sampled pass is trained on the predictions of the full one."""
+    elastic: bool = False
+    """Whether it has both, and learns from the target where nobody can compare two outputs."""
+
+    @classmethod
+    def of(cls, sampling: object, full_pass: bool, distill: bool) -> Passes:
+        """Return the passes that were asked for; elastic training has all of them."""
+        if isinstance(sampling, Elastic):
+            return cls(True, True, elastic=True)
+        return cls(full_pass, distill)
 
     def __post_init__(self) -> None:
         require_bool("full_pass", self.full_pass)
@@ -36,19 +46,24 @@ class Passes:
         penalty: Callable[[], Tensor],
         weight: float,
         soft_loss: Callable[[Any, Any], Tensor] | None,
+        *,
+        whole: bool,
     ) -> Tensor:
-        """Do each pass with its own backward, the sampled one inside `sampled`; sum the losses."""
+        """Do each pass with its own backward, the sampled one inside `sampled`; sum the losses.
+
+        A step that trains the `whole` model anyway has no other pass at full rank.
+        """
         total: Tensor | float = 0.0
-        if self.full_pass:
+        teaches = False
+        if self.full_pass and not whole:
             output = forward()
-            if self.distill and soft_loss is None:
-                require_class_scores(output)
+            teaches = self.distill and self._require_comparable(output, soft_loss)
             full_loss = require_finite_loss(loss(output) * weight)
             full_loss.backward()  # type: ignore[no-untyped-call]
             total = full_loss.detach()
         with sampled:
             mine = forward()
-            if self.distill:
+            if teaches:
                 teacher = tree_map_only(Tensor, Tensor.detach, output)
                 data_loss = (soft_loss or soft_cross_entropy)(mine, teacher)
             else:
@@ -57,10 +72,22 @@ class Passes:
             sampled_loss.backward()  # type: ignore[no-untyped-call]
         return sampled_loss.detach() + total
 
+    def _require_comparable(self, output: Any, soft_loss: object) -> bool:
+        """Say whether the sampled pass can learn from an output; only elastic passes need not."""
+        if soft_loss is None and not self.elastic:
+            require_class_scores(output)
+        return soft_loss is not None or _has_class_scores(output)
+
 
 def soft_cross_entropy(output: Tensor, teacher: Tensor) -> Tensor:
     """Return the cross-entropy of scores (N, classes, …) with a teacher's as probabilities."""
     return F.cross_entropy(output, teacher.softmax(1))
+
+
+def _has_class_scores(output: Any) -> bool:
+    """Say whether an output is scores (N, classes) or (N, classes, height, width)."""
+    # of three dimensions nobody can tell whether classes are second or last
+    return isinstance(output, Tensor) and output.ndim not in (0, 1, 3) and output.shape[1] > 1
 
 
 def require_class_scores(output: Any) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.errors import OptionError, TrainingError, listed
 from maestro_lod.layers.ranks import require_low_rank
-from maestro_lod.train.budget import Steering
+from maestro_lod.train.budget import Landing
 from maestro_lod.train.floor import stalled_above
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.method import RunPlan
@@ -23,7 +24,8 @@ from maestro_lod.train.strength import Budget, Pressure, Strength
 class RankPenalty:
     """λ times the group lasso of a model: as a loss, as gradients, or as proximal steps.
 
-    λ is constant, follows from a pressure and the length of training, or is steered to a budget.
+    λ is constant or follows from a pressure and the length of training. Where there is a budget
+    instead, it is zero, and ranks are removed by a landing.
     """
 
     def __init__(
@@ -33,30 +35,33 @@ class RankPenalty:
         optimizer: Optimizer,
         ledger: Ledger,
         *,
+        ema: AveragedModel | None,
         proximal: bool,
         min_rank: int,
     ) -> None:
-        self._model, self._optimizer, self._ledger = model, optimizer, ledger
+        self._model, self._optimizer, self._ledger, self._ema = model, optimizer, ledger, ema
         self._layers = require_low_rank(model)
         self.value = strength if isinstance(strength, float) else 0.0
         """λ as it is now."""
-        self.steering: Steering | None = None
+        self.landing: Landing | None = None
         if isinstance(strength, Budget):
-            self.steering = Steering.towards(strength, model, ledger, min_rank)
-        self.proximal = proximal or self.steering is not None
+            self.landing = Landing.on(strength, model, ledger, min_rank)
+        self.proximal = proximal
         self._pressure = strength if isinstance(strength, Pressure) else None
         if self._pressure is not None and self._pressure.steps is not None:
             self._press_for(self._pressure, self._pressure.steps)
         self._warned_of_floor = False
         self.use: str | None = None
         """Of λ in this epoch: None until a step has one, then "due" until it is "applied"."""
-        if self.proximal:
+        if self.landing is not None:
+            call_after_steps(optimizer, self._land_if_due)
+        elif self.proximal:
             call_after_steps(optimizer, self._proximal_step)
 
     def start(self, plan: RunPlan) -> None:
         """Learn how long training lasts, where λ depends on it."""
-        if self.steering is not None:
-            self.steering.expect(plan.epochs, plan.steps_per_epoch)
+        if self.landing is not None:
+            self.landing.expect(plan.epochs, plan.steps_per_epoch)
         if self._pressure is not None and not self.value:
             if (steps := plan.rated_steps) is None:
                 raise OptionError(
@@ -90,9 +95,9 @@ class RankPenalty:
             )
 
     @property
-    def healing(self) -> bool:
-        """Whether the model fits its budget and only its weights are still trained."""
-        return self.steering is not None and self.steering.healing
+    def whole_steps(self) -> bool:
+        """Whether steps train the whole model, as it is: on the way to a budget and after it."""
+        return self.landing is not None
 
     @property
     def _by_gradients(self) -> bool:
@@ -112,21 +117,18 @@ class RankPenalty:
             add_group_lasso_gradients(self._layers.values(), self.value)
 
     def _proximal_step(self, rates: Rates) -> None:
-        pressed = self._layers
-        if (steering := self.steering) is not None:
-            trained = [rates.get(id(layer.u), 0.0) for layer in self._layers.values()]
-            steering.after_step(self._model, self._ledger, max(trained))
-            self.value = steering.penalty
-            pressed = {n: layer for n, layer in pressed.items() if n not in steering.spared}
-        if self.value != 0.0 and pressed:
-            press(pressed.values(), self.value, self._optimizer, rates)
+        if self.value != 0.0:
+            press(self._layers.values(), self.value, self._optimizer, rates)
+
+    def _land_if_due(self, _: Rates) -> None:
+        assert self.landing is not None
+        self.landing.after_step(self._model, self._ledger, self._optimizer, self._ema)
 
     def land(self) -> None:
         """Fit the budget now, whatever the plan."""
-        if self.steering is None:
+        if self.landing is None:
             raise OptionError("there is no budget to land on: LoD(…, penalty=Budget(params=0.2)).")
-        self.steering.land(self._model, self._ledger)
-        self.value = 0.0
+        self.landing.land(self._model, self._ledger, self._optimizer, self._ema)
 
     def warn_of_floor(self, threshold: float | None, lost: Collection[str]) -> None:
         """Warn once if layers that lost no rank cannot come down to the threshold as things are."""

@@ -44,13 +44,14 @@ class SampledSteps:
         self._layers = require_low_rank(model)
         self._unseen = dict(self._layers)  # layers that have not run in any step yet
         self._drawn: dict[LowRank, int] = {}
+        self._whole_step = False
         self._active: ExitStack | None = None  # as long as a step lasts
         self._first_call = FirstCall(model) if note_example else None
 
     @contextmanager
-    def one(self, *, healing: bool) -> Iterator[dict[str, int]]:
+    def one(self, *, whole: bool) -> Iterator[dict[str, int]]:
         """Do one step in the `with` block; one that fails does not count."""
-        drawn = self.begin(healing=healing)
+        drawn = self.begin(whole=whole)
         try:
             yield drawn
         except BaseException:
@@ -58,18 +59,16 @@ class SampledSteps:
             raise
         self.end()
 
-    def begin(self, *, healing: bool) -> dict[str, int]:
-        """Draw ranks and activate them; while healing, every other step has all of them."""
+    def begin(self, *, whole: bool) -> dict[str, int]:
+        """Draw ranks and activate them, or all of them for a step that trains the whole model."""
         if self._active is not None:
             raise TrainingError(
                 "a step has begun already: end_step(), or the end of its `with train.step():`, "
                 "comes before the next one."
             )
         self._require_finite_weights()
-        drawn = self.sampler.sample()
-        if healing and self.count % 2:
-            drawn = {name: self._layers[name].rank for name in drawn}
-            self.whole += 1
+        drawn = self.sampler.live_ranks() if whole else self.sampler.sample()
+        self._whole_step = whole
         self._drawn = {self._layers[name]: rank for name, rank in drawn.items()}
         for layer in (*self._drawn, *self._unseen.values()):
             layer.__dict__["positions"] = None  # past nn.Module's slow setattr
@@ -85,6 +84,7 @@ class SampledSteps:
             raise TrainingError("no step has begun: begin_step() comes before end_step().")
         self._deactivate()
         self.count += 1
+        self.whole += self._whole_step
         ran = [name for name, layer in self._unseen.items() if layer.positions is not None]
         self.forwards += bool(ran) or any(layer.positions is not None for layer in self._drawn)
         for name in ran:
@@ -141,12 +141,17 @@ class SampledSteps:
     def _note_optimized(self) -> None:
         self.optimized = True
 
+    @property
+    def sampled(self) -> float:
+        """The share of this epoch's steps that did not train the whole model."""
+        return 1 - self.whole / self.count
+
     def chances(self) -> dict[str, list[float]]:
         """Return how likely a step of this epoch left each layer at rank 1, 2, …."""
-        whole = self.whole / self.count
+        sampled = self.sampled
         return {
             name: [
-                (1 - whole) * chance + whole * (b == len(of_ranks))
+                sampled * chance + (1 - sampled) * (b == len(of_ranks))
                 for b, chance in enumerate(of_ranks, 1)
             ]
             for name, of_ranks in self.sampler.chances().items()

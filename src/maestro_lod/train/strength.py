@@ -1,4 +1,4 @@
-"""How strong the penalty is: a λ, a pressure, or a budget that λ is steered towards."""
+"""How ranks are made few: by a λ, a pressure that sets it, or a budget to land on."""
 
 from __future__ import annotations
 
@@ -42,16 +42,15 @@ def _written(value: Any) -> Any:
 class Budget:
     """What the deployed model may cost, in params or MACs: a share of dense, or a count.
 
-    λ is steered, in proximal mode and whatever the threshold, until the deployed model is within
-    the budget and close to it; from then on there is no penalty, the ranks stay, and the weights
-    heal: every other step trains the whole model. `steps` says after how many optimizer steps the
-    model fits. Without it `fit` plans half of its run; in a loop of your own the first epoch is
-    trained without pressure, and the model fits eight epochs later.
+    The whole model is trained as it is for `steps` optimizer steps. Then its ranks are put into
+    order, those that lose the least within the budget are chosen over all layers together, and they
+    are trained as they are: nothing is drawn and nothing penalized. Without `steps` `fit` takes
+    three tenths of its run, and a loop of your own the first epoch.
     """
 
     params: float | None = setting(None, "size to land on: 25%, 0.25, 300k", check=_written)
     macs: float | None = setting(None, "the same of MACs", check=_written)
-    steps: int | None = setting(None, "until it is reached; half of the run")
+    steps: int | None = setting(None, "until it is reached; 0.3 of the run")
 
     def __post_init__(self) -> None:
         if (self.params is None) == (self.macs is None):

@@ -105,6 +105,7 @@ def deploy(
     batch: options.Batch = 1,
     multiple: options.Multiple = None,
     int8: Annotated[bool, typer.Option("--int8", help="For ONNX, an int8 file too.")] = False,
+    heal: Annotated[int, typer.Option(help="Epochs to train the size on before.", min=0)] = 0,
     fast: options.Fast = False,
     trust: options.Trust = False,
     quiet: options.Quiet = False,
@@ -119,6 +120,8 @@ def deploy(
       lod deploy runs/digits --out phone
 
       lod deploy runs/digits --max-params 10% --to onnx --to pt2 --int8 --out watch
+
+      lod deploy runs/digits --max-macs 25% --heal 1 --out phone
     """
     formats = [*dict.fromkeys(to or ["onnx"])]
     counts = {"max_params": max_params, "max_macs": max_macs, "max_bytes": max_bytes}
@@ -133,7 +136,7 @@ def deploy(
     with search_bar(quiet) as progress:
         done = write_deployment(
             Trained.of(run), given, formats, out, batch=batch, multiple=multiple,
-            int8=int8, fast=fast, progress=progress,
+            int8=int8, fast=fast, heal=heal, progress=progress,
         )  # fmt: skip
     say(f"{done}\n\nwritten to {out}")
     for name, why in done.left_out.items():

@@ -1,0 +1,67 @@
+"""Train a model that was cut a little further, as the plain model that it is by now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from maestro_lod.errors import CheckpointError, OptionError, require_at_least_one
+from maestro_lod.state import load_state, save_state
+from maestro_lod.train.evaluate import Batch, Loss
+from maestro_lod.train.fit import FitOptions, Watch, fit
+from maestro_lod.train.progress import Progress
+
+
+def heal(
+    plain: nn.Module,
+    train_data: Iterable[Batch],
+    *,
+    optimizer: Optimizer,
+    epochs: int = 1,
+    loss: Loss | None = None,
+    seed: int = 0,
+    options: FitOptions | None = None,
+    checkpoint: Path | None = None,
+) -> Progress:
+    """Train an extracted model for some epochs, in place; the learning rate falls to zero.
+
+    >>> small = extract(model, ranks)
+    >>> heal(small, loader, optimizer=SGD(small.parameters(), lr=0.01, momentum=0.9))
+
+    `checkpoint` is a file that is written after every epoch: with one that is there already,
+    healing goes on where it was.
+    """
+    require_at_least_one("heal", epochs, "the epochs to train on")
+    if not isinstance(train_data, Sized):
+        raise OptionError("healing needs training data with a length, to plan its learning rate.")
+    steps = epochs * -(-len(train_data) // (options or FitOptions()).accumulate)
+    progress = Progress()
+    if checkpoint is not None and checkpoint.exists():
+        progress = _resumed(plain, optimizer, checkpoint)
+
+    def keep(reached: Progress) -> None:
+        if checkpoint is not None:
+            parts = (plain, optimizer, reached)
+            save_state([part.state_dict() for part in parts], checkpoint)
+
+    return fit(
+        plain, train_data, optimizer=optimizer, epochs=epochs, loss=loss, seed=seed,
+        schedule=lambda step: 1 - step / max(1, steps), options=options, progress=progress,
+        watch=Watch(epoch=keep),
+    )  # fmt: skip
+
+
+def _resumed(plain: nn.Module, optimizer: Optimizer, checkpoint: Path) -> Progress:
+    try:
+        model_state, optimizer_state, place = load_state(checkpoint)
+        plain.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+        return Progress.from_state(place)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{checkpoint} is of another model than is to be healed ({reason}). Remove it."
+        ) from None
