@@ -30,7 +30,7 @@ def test_every_item_has_its_parts():
 
 def test_the_pages_are_generated_from_the_results():
     assert (ROOT / "paper" / "README.md").read_text() == readme()
-    assert START + summary() + END in (ROOT / "README.md").read_text()
+    assert START + summary() + END in (ROOT / "docs" / "measured.md").read_text()
 
 
 def test_every_result_belongs_to_an_item_and_has_its_figures():
