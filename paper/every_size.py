@@ -52,7 +52,7 @@ Line = dict[str, dict[str, list[Point]]]
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    return {name: _measured(scale, task) for name, task in TASKS.items()}
+    return {name: _measured(scale, TASKS[name]) for name in scale.some(tuple(TASKS))}
 
 
 def _measured(scale: Scale, task: Task) -> dict[str, Any]:
