@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check bench paper clean
+.PHONY: help demo docs wheel test check bench paper clean
 ITEM ?=
 
 help:  ## show the targets
@@ -14,8 +14,23 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(VENV)/.installed  ## train a LeNet on handwritten digits with the full method (about a minute)
-	$(BIN)/lod train digits
+# the demo alone needs far less than development does
+$(VENV)/.demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
+DEMO := --set epochs=24 --set optimizer=adam --set optimizer.lr=0.003 --set schedule=cosine \
+	--set threads=1
+
+demo: $(VENV)/.demo  ## train a LeNet to a quarter of its size, cut every size, deploy one (a minute)
+	rm -rf demo
+	$(BIN)/lod train digits --set budget.params=25% $(DEMO) --out demo/digits
+	$(BIN)/lod train digits --set method=dense $(DEMO) --out demo/dense --quiet
+	$(BIN)/lod frontier demo/digits --quiet
+	$(BIN)/lod deploy demo/digits --max-params 15% --to pt2 --to safetensors --out demo/phone
+	$(BIN)/lod bench demo/digits --beside demo/dense
+	@echo "every size on a slider: demo/digits/report.html"
 
 test: $(VENV)/.installed  ## run all tests
 	$(BIN)/python -m pytest -n 2
@@ -31,6 +46,14 @@ bench: $(VENV)/.installed  ## measure training steps and single layers against d
 	$(BIN)/python benchmarks/few_channels.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/readme.py
+
+docs: $(VENV)/.installed  ## build the site of the documentation, strictly, to site/
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+wheel: $(VENV)/.installed  ## build wheel and sdist, and try the wheel with torch and safetensors alone
+	$(BIN)/pip install --quiet build
+	$(BIN)/python benchmarks/wheel.py
 
 paper: $(VENV)/.installed  ## the paper's tables and figures: make paper ITEM=toy (all of them take hours)
 	$(BIN)/python -m paper $(ITEM)

@@ -1,4 +1,4 @@
-"""Write the measured ratios into the README, so that no number there is typed by hand.
+"""Write the measured ratios into docs/measured.md, so that no number there is typed by hand.
 
 python benchmarks/readme.py
 """
@@ -17,7 +17,7 @@ QUESTIONS = {
 
 
 def block() -> str:
-    """Return the README's table as it follows from the results."""
+    """Return the page's table as it follows from the results."""
     lines = ["| model | step | × dense |", "|---|---|---|"]
     machine = {}
     for question, title in QUESTIONS.items():
@@ -33,7 +33,7 @@ def block() -> str:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
+    readme = ROOT / "docs" / "measured.md"
     text = readme.read_text()
     head, rest = text.split(START)
     readme.write_text(head + START + block() + END + rest.split(END, 1)[1])

@@ -25,7 +25,7 @@ from paper.scale import Scale
 
 ITEMS = (
     "toy", "table10", "swings", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k",
-    "times", "budgets", "pressure", "sampling", "compare", "every-size",
+    "times", "budgets", "pressure", "sampling", "compare", "compare_digits", "every-size",
 )  # fmt: skip
 """In the order of the README."""
 
@@ -85,9 +85,9 @@ def summary(results: Path = RESULTS) -> str:
 
 
 def write_readmes(results: Path) -> None:
-    """Write both READMEs from the results."""
+    """Write the README here, and the page that sums it up, from the results."""
     (ROOT / "README.md").write_text(readme(results))
-    main_readme = ROOT.parent / "README.md"
+    main_readme = ROOT.parent / "docs" / "measured.md"
     head, rest = main_readme.read_text().split(START)
     main_readme.write_text(head + START + summary(results) + END + rest.split(END, 1)[1])
 

@@ -27,7 +27,6 @@ from maestro_lod.app.compare import Comparison, compare
 from maestro_lod.app.compare import measure as measuring
 from maestro_lod.app.compare.contenders import contender, known
 from maestro_lod.app.compare.plan import Pace, Plan
-from maestro_lod.app.compare.words import told
 from maestro_lod.app.run import Interrupted, Run
 from maestro_lod.app.setup import Setup
 from maestro_lod.errors import OptionError
@@ -358,7 +357,7 @@ def test_each_thing_that_is_missing_is_a_line_and_the_others_go_on(
     assert "lod at 0.01×, seed 0" in missing
     assert all("\n" not in reason for reason in missing.values())
     for what in missing:
-        assert f"missing: {what}: " in told(found)
+        assert f"missing: {what}: " in str(found)
     assert sum("narow" in line for line in said) == 1
 
 

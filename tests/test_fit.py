@@ -754,7 +754,7 @@ def test_the_record_of_a_low_rank_epoch() -> None:
     assert set(last.to_dict()) == {
         "epoch", "step", "seconds", "lr", "train_loss", "train_accuracy", "validation_loss",
         "validation_accuracy", "ranks", "total_rank", "penalty", "params", "macs",
-        "relative_params", "relative_macs",
+        "relative_params", "relative_macs", "bits", "relative_bits",
     }  # fmt: skip
     assert (last.epoch, last.step, last.penalty) == (2, 10, 0.05)
     assert last.lr == 0.05 * 0.9**9
@@ -773,7 +773,7 @@ def test_the_record_of_a_dense_epoch() -> None:
     (record,) = run.fit(1).history
     assert set(record.to_dict()) == {
         "epoch", "step", "seconds", "lr", "train_loss", "train_accuracy", "ranks", "params",
-        "relative_params",
+        "relative_params", "bits", "relative_bits",
     }  # fmt: skip
     assert record.params == count_params(net()) and record.relative_params == 1.0
     assert record.ranks == {} and record.lr == 0.05

@@ -34,7 +34,7 @@ ROWS: dict[str, tuple[list[str], list[int]]] = {
     "cuttlefish": (["epsilon=100", "window=2", "optimizer.weight_decay=1e-3"], [9, 12, 15]),
     "spectral": (["size=0.3", "optimizer.weight_decay=1e-3"], [9]),
     "imp": (["size=0.3", "prune=0.5", "rewind=0.3"], [1, 9, 12, 15]),
-    "raregems": (["size=0.3", "search=0.5", "search_lr=0.1"], [3, 9, 12, 15]),
+    "raregems": (["size=0.3", "search_share=0.5", "search_lr=0.1"], [3, 9, 12, 15]),
     "xnor": ([], [9]),
 }  # fmt: skip
 
@@ -151,7 +151,7 @@ def test_every_method_sees_the_same_batches(name: str) -> None:
         ("imp", ["rewind=1"], "rewind=1 must be below 1"),
         ("raregems", ["size=1e-3"], "size=0.001 cannot be reached"),
         ("raregems", ["size="], "raregems needs a size"),
-        ("raregems", ["search=1"], "search=1 must be a share of the run"),
+        ("raregems", ["search_share=1"], "search_share=1 must be a share of the run"),
         ("xnor", ["real=[fc9]"], "real='fc9' matches no layer. Did you mean 'fc"),
         ("xnor", ["real=['*']"], "has no layer between its first and its last one"),
         ("xnor", ["size=0.3"], "method=xnor has no use for size"),

@@ -208,7 +208,7 @@ def test_weights_are_signed_constants_while_scores_are_learned() -> None:
 
 def test_gem_miner_freezes_by_its_schedule_down_to_the_target() -> None:
     model = mlp()
-    options = {"size": 0.4, "search": 0.5, "search_lr": 0.05, "freeze_every": 1}
+    options = {"size": 0.4, "search_share": 0.5, "search_lr": 0.05, "freeze_every": 1}
     method: RareGems = made(RareGemsSettings(**options), model)
     biases = {n: p.detach().clone() for n, p in model.named_parameters() if p.ndim == 1}
 
@@ -228,7 +228,7 @@ def test_gem_miner_freezes_by_its_schedule_down_to_the_target() -> None:
 
 
 def test_what_survives_begins_at_its_constant() -> None:
-    method: RareGems = made(RareGemsSettings(size=0.4, search=0.5), mlp())
+    method: RareGems = made(RareGemsSettings(size=0.4, search_share=0.5), mlp())
 
     def weights(method: RareGems) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in method.weights.items()}
@@ -262,7 +262,7 @@ def test_a_weight_counts_where_its_score_is_above_a_half() -> None:
 
 
 def test_a_search_that_collapses_ends_at_the_target() -> None:
-    method: RareGems = made(RareGemsSettings(size=0.4, search=0.75), mlp())
+    method: RareGems = made(RareGemsSettings(size=0.4, search_share=0.75), mlp())
     after_step = method.after_step
 
     def collapse() -> None:

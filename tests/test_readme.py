@@ -24,8 +24,9 @@ def test_the_example_runs_and_ends_smaller(tmp_path, monkeypatch, capsys):
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert "total" in capsys.readouterr().out
-    assert sum(lod.ranks(names["model"]).values()) < 236
-    assert names["loss"].item() < 2.0
+    last = names["done"].history[-1]
+    assert last.relative_params <= 0.3
+    assert last.train["accuracy"] > 0.8
     sizes = [sum(p.numel() for p in names[m].parameters()) for m in ("model", "small", "tiny")]
     assert sizes[0] > sizes[1] > sizes[2]
 
@@ -43,4 +44,5 @@ def test_every_make_target_that_the_readme_names_exists():
 
 def test_the_table_is_generated_from_the_measurements():
     script = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))
-    assert script["START"] + script["block"]() + script["END"] in readme()
+    page = (ROOT / "docs" / "measured.md").read_text()
+    assert script["START"] + script["block"]() + script["END"] in page

@@ -26,6 +26,7 @@ from maestro_lod.app.recipe import (
 )
 from maestro_lod.app.settings_list import all_settings
 from maestro_lod.errors import OptionError
+from maestro_lod.methods import METHODS
 from maestro_lod.methods.dense import DenseSettings
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "recipes.md"
@@ -226,7 +227,7 @@ REFUSED = {
     "penalty=.inf": "penalty=Infinity must be a finite number.",
     "shrink=1": "shrink=1 must be true or false.",
     "description=3": "description=3 must be text.",
-    "method=Lod": "method=\"Lod\" is unknown. Did you mean 'lod'? Known: lod, dense.",
+    "method=Lod": "method=\"Lod\" is unknown. Did you mean 'lod'? Known: lod, dense, narrow,",
     "sampling=pair": "sampling=\"pair\" is unknown. Did you mean 'pairs'? Known: pairs, iid,",
     "optimizer=adamm": "optimizer.name=\"adamm\" is unknown. Did you mean 'adam'? Known: sgd,",
     "optimizer=5": "optimizer=5 must be a name or a mapping of settings.",
@@ -355,7 +356,10 @@ def test_list_of_settings_is_what_recipes_have() -> None:
             recipe = checked(MINIMAL | {"optimizer": optimizer, "schedule": schedule}, "here")
             written |= keys_of(yaml.safe_load(dumped(recipe)))
     budget = checked(MINIMAL | {"budget": {"params": 0.2}}, "here")
-    written = (written | keys_of(yaml.safe_load(dumped(budget)))) - {"budget"}
+    written |= keys_of(yaml.safe_load(dumped(budget)))
+    for method in METHODS:
+        written |= keys_of(yaml.safe_load(dumped(checked(MINIMAL | {"method": method}, "here"))))
+    written -= {"budget"}
     listed = [setting.key for setting in all_settings()]
     assert len(listed) == len(set(listed))
     assert set(listed) == written

@@ -379,8 +379,8 @@ def test_a_bench_compares_dense_and_smaller_sizes(
     capsys.readouterr()
     assert lod_program("bench", str(finished), "--batch", "2") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("dense") and "(1.00×)" in lines[2]
-    assert any(line.startswith("MACs ≤ 0.5×") for line in lines)
+    assert lines[2].startswith("dense form") and "(1.00×)" in lines[2]
+    assert any(line.startswith("≤ 50% of MACs") for line in lines)
     assert "batch 2, 1 threads" in lines[-1]
 
 
@@ -392,6 +392,21 @@ def test_a_dense_run_is_searched_by_svd(tmp_path: Path) -> None:
     sizes = Frontier.load(directory / "frontier.json")
     assert sizes[0].ranks == {"conv1": 6, "conv2": 16, "fc1": 120, "fc2": 84, "fc3": 10}
     assert not low_rank_layers(Run.open(directory).trained()[0])
+
+
+def test_a_dense_run_stands_beside_the_sizes(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = ("--set", "method=dense")
+    for name, options in (("plain", dense), ("other", (*dense, "--set", "data.limit=200"))):
+        assert lod_program("train", "digits", *TINY, *options, "--out", str(tmp_path / name)) == 0
+    result = Run.open(tmp_path / "plain").result()
+    capsys.readouterr()
+    assert lod_program("bench", str(finished), "--beside", str(tmp_path / "plain")) == 0
+    row = capsys.readouterr().out.splitlines()[2]
+    assert row.startswith("run plain ") and row.endswith(f"{result['test']['accuracy']:.4f}")
+    assert lod_program("bench", str(finished), "--beside", str(tmp_path / "other")) == 2
+    assert "was trained on other data" in capsys.readouterr().err
 
 
 # -- losses of one's own -----------------------------------------------------------------------

@@ -56,6 +56,13 @@ COMMANDS = {
     "bench": (
         "results", "Print latency, size and test accuracy of dense and deployed sizes side by side."
     ),
+    "compress": (
+        "compressing", "Cut a pretrained model to a limit, by data and without training."
+    ),
+    "heal": (
+        "compressing",
+        "Train a compressed transformers model for some steps to say what the original says.",
+    ),
     "verify": (
         "results",
         "Read every file and say whether it is as it was written; exit code 1 if one is not.",

@@ -127,11 +127,10 @@ def _described(split: str, means: Mapping[str, float]) -> str:
 
 def _cost(record: EpochRecord) -> str:
     """Say how large the model is beside the dense one, if it may be another one at all."""
-    parts = []
-    if record.total_rank is not None:
-        parts.append(f"rank {record.total_rank}")
-    if record.ranks or record.relative_params not in (None, 1.0):
-        parts.append(f"params {record.relative_params:.2f}×")
-    if record.relative_macs is not None:
-        parts.append(f"MACs {record.relative_macs:.2f}×")
-    return "  ".join(parts) or "dense"
+    if not record.ranks and {record.relative_params, record.relative_macs} <= {None, 1.0}:
+        return "dense"
+    parts = [] if record.total_rank is None else [f"rank {record.total_rank}"]
+    for what, share in (("params", record.relative_params), ("MACs", record.relative_macs)):
+        if share is not None:
+            parts.append(f"{what} {share:.2f}×")
+    return "  ".join(parts)

@@ -145,7 +145,7 @@ class Recipe(Section):
     description: str = Field(default="", description="one line about it")
     model: Annotated[Named, _by_name()]
     data: Annotated[DataSettings, _by_name()]
-    method: str = Field(default="lod", description="ordered ranks, or the model as it is")
+    method: str = Field(default="lod", description="how the model is trained; see methods.md")
     epochs: Count = Field(description="passes over the training set")
     batch: Count = Field(default=64, description="samples per batch")
     seed: Seed = Field(default=0, description="of all randomness")

@@ -30,12 +30,11 @@ def all_settings() -> list[Setting]:
     merged: dict[str, Setting] = {}
     for new in _recipe_settings():
         if old := merged.get(new.key):  # the same of an alternative, such as another optimizer
+            defaults = dict.fromkeys((*old.default.split(" or "), new.default))
             new = Setting(
                 old.key,
                 ", ".join(dict.fromkeys((old.values, new.values))),
-                " or ".join(
-                    dict.fromkeys(d for d in (old.default, new.default) if d != "required")
-                ),
+                " or ".join(default for default in defaults if default not in ("", "required")),
                 old.meaning,
             )
         merged[new.key] = new
@@ -46,10 +45,19 @@ def _recipe_settings() -> Iterator[Setting]:
     for setting in _settings_of(Recipe):
         if setting.key == "method":
             yield replace(setting, values=", ".join(METHODS))
-            for method in METHODS.values():
-                yield from _settings_of(section_of(method))
+            yield from _method_settings()
         else:
             yield setting
+
+
+def _method_settings() -> Iterator[Setting]:
+    """Give the settings of all methods; those that `lod` does not have say whose they are."""
+    of = {name: [*_settings_of(section_of(method))] for name, method in METHODS.items()}
+    for settings in of.values():
+        for setting in settings:
+            owners = [name for name, own in of.items() if setting.key in (s.key for s in own)]
+            whose = "" if "lod" in owners else f" ({', '.join(owners)})"
+            yield replace(setting, meaning=setting.meaning + whose)
 
 
 def _settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:

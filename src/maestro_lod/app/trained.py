@@ -250,11 +250,18 @@ def bench(
     *,
     shares: Sequence[float] = (0.5, 0.25, 0.1),
     batch: int = 1,
+    beside: Trained | None = None,
     progress: Progress | None = None,
 ) -> str:
-    """Return a table of dense, trained and deployed sizes: cost, latency and test metrics."""
+    """Return a table of dense, trained and deployed sizes: cost, latency and test metrics.
+
+    `beside` is another run of the same task, such as one that was trained dense.
+    """
     found, example = frontier_of(trained, progress), trained.example(batch)
     models = _models_to_bench(trained, found, shares)
+    if beside is not None:
+        _require_same_data(trained, beside)
+        models = {f"run {beside.run.directory.name}": beside.dense(), **models}
     tests = {name: trained.tested(model) for name, model in models.items()}
     runs = drawn_call(as_call(example), device_of(trained.model))
     with torch.inference_mode():
@@ -265,15 +272,23 @@ def bench(
     rows = [
         (
             name,
-            *_costs_beside(costs[name], costs["dense"]),
-            _time_beside(times[name], times["dense"]),
+            *_costs_beside(costs[name], costs["dense form"]),
+            _time_beside(times[name], times["dense form"]),
             *(f"{value:.4f}" for value in tests[name].values()),
         )
         for name in models
     ]
-    header = ("", "params", "MACs", "bytes", "latency", *(f"test {n}" for n in tests["dense"]))
+    header = ("", "params", "MACs", "bytes", "latency", *(f"test {n}" for n in tests["dense form"]))
     method = f"batch {batch}, {torch.get_num_threads()} threads, medians of {ROUNDS} rounds"
     return f"{table(header, rows, right=range(1, len(header)))}\n{method}"
+
+
+def _require_same_data(trained: Trained, beside: Trained) -> None:
+    if trained.run.recipe.data != beside.run.recipe.data:
+        raise OptionError(
+            f"{beside.run.directory} was trained on other data than {trained.run.directory}: they "
+            "cannot be compared."
+        )
 
 
 def _models_to_bench(
@@ -281,11 +296,11 @@ def _models_to_bench(
 ) -> dict[str, nn.Module]:
     """Return the dense model, the trained one, and those sizes that the frontier reaches."""
     model = trained.model
-    models = {"dense": trained.dense(), "as trained": extract(model)}
+    models = {"dense form": trained.dense(), "as trained": extract(model)}
     for share in shares:
         with suppress(OptionError):  # the frontier does not reach so far down
             small = best_within(model, found, trained.data.example, max_macs=share)
-            models[f"MACs ≤ {share:g}×"] = small
+            models[f"≤ {share:.0%} of MACs"] = small
     return models
 
 

@@ -100,7 +100,7 @@ def from_pretrained(
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{directory / _CONFIG} cannot be read ({reason}).") from error
-    kind: Any = _architecture(config, directory)  # its methods are not annotated
+    kind: Any = architecture_of(config, directory)  # its methods are not annotated
     model: PreTrainedModel = kind._from_config(config, dtype=dtype or config.dtype).eval()
     if stock:
         load_stock(model, directory, ranks)
@@ -113,7 +113,8 @@ def from_pretrained(
     return model
 
 
-def _architecture(config: PreTrainedConfig, directory: Path) -> type[PreTrainedModel]:
+def architecture_of(config: PreTrainedConfig, directory: Path) -> type[PreTrainedModel]:
+    """Return the class of the model that a directory holds, one of the installed transformers."""
     name = (config.architectures or ["none"])[0]
     found = getattr(transformers, name, None)
     if isinstance(found, type) and issubclass(found, PreTrainedModel):

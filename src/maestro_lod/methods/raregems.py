@@ -27,7 +27,7 @@ from maestro_lod.train.method import RunPlan, setting
 class RareGemsSettings(SizedSettings):
     """A size, and how the search goes."""
 
-    search: float = setting(0.5, "share of the run that searches", least=0.0)
+    search_share: float = setting(0.5, "share of the run that searches", least=0.0)
     search_lr: float = setting(0.01, "learning rate of the scores, by Adam", least=0.0)
     search_decay: float = setting(1e-6, "of the squares of all scores", least=0.0)
     freeze_every: int | None = setting(None, "epochs; else a tenth of the search", least=1)
@@ -35,8 +35,10 @@ class RareGemsSettings(SizedSettings):
     def __post_init__(self) -> None:
         if self.size is None:
             raise OptionError("raregems needs a size, such as size=0.25.")
-        if not 0.0 < self.search < 1.0:
-            raise OptionError(f"search={self.search:g} must be a share of the run: 0.5 is half.")
+        if not 0.0 < self.search_share < 1.0:
+            raise OptionError(
+                f"search_share={self.search_share:g} must be a share of the run: 0.5 is half."
+            )
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
@@ -90,7 +92,7 @@ class RareGems(Masked):
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         super().start(model, optimizer, plan)
         if self.searching:  # else it is known when the search has ended
-            self.search_epochs = epochs_of(self.settings.search, self.plan.epochs)
+            self.search_epochs = epochs_of(self.settings.search_share, self.plan.epochs)
         self.every = self.settings.freeze_every or max(1, round(self.search_epochs / 10))
         if self.searching:
             self._show_scored()

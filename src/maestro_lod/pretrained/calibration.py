@@ -28,8 +28,8 @@ keyword arguments."""
 class Calibration:
     """What the layers of a model see, by name; made by `calibrate`."""
 
-    def __init__(self, layers: Mapping[str, LowRank], *, has_gradients: bool = False) -> None:
-        self._layers, self.has_gradients = dict(layers), has_gradients
+    def __init__(self, layers: Mapping[str, LowRank]) -> None:
+        self._layers = dict(layers)
         self.moments = {name: Moments() for name in layers}
 
     @property
@@ -40,6 +40,11 @@ class Calibration:
             for name, seen in self.moments.items()
             if seen.inputs is None and seen.outputs is None
         ]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a loss said how much errors count, of every layer: then they can be compared."""
+        return all(seen.has_gradients for seen in self.moments.values())
 
     def fill(self) -> Fill:
         """Return what makes low-rank layers of dense ones by what was seen."""
@@ -56,11 +61,16 @@ class Calibration:
         return filled
 
     def energies(self, name: str, dense: nn.Module) -> Tensor:
-        """Return how much each rank of a layer contributes to its outputs, first to last."""
+        """Return how much each rank of a layer contributes to its outputs, first to last.
+
+        With gradients it is the square of what the loss would change by, to first order, summed
+        over all positions, at which inputs and gradients are taken to be independent.
+        """
         weight = dense.weight
         assert isinstance(weight, Tensor)
         seen, layer = self._of(name) or Moments(), self._layers[name]
-        return energies(layer.to_matrices(weight.detach()), seen.inputs, seen.outputs)
+        found = energies(layer.to_matrices(weight.detach()), seen.inputs, seen.outputs)
+        return found / seen.count if seen.has_gradients else found
 
     def _of(self, name: str) -> Moments | None:
         seen = self.moments.get(name)
@@ -91,7 +101,7 @@ def calibrate(
     if not layers:
         raise LayerError(f"no layer of {type(model).__name__} can be calibrated.")
     data = list(batches) if isinstance(batches, Iterator) else batches
-    found = Calibration(layers, has_gradients=loss is not None)
+    found = Calibration(layers)
     for part in _parts(layers, memory, gradients=loss is not None):
         _pass(Observer(model, plan, part, found.moments, gradients=loss is not None), data, loss)
     for embedding in plan.heads.values():

@@ -15,7 +15,8 @@ from maestro_lod.layers.embedding import LowRankEmbedding
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.registry import opened_type
 from maestro_lod.planning import Plan
-from maestro_lod.pretrained.rows import Rows, output_rows_of, recurrent_rows, rows_of
+from maestro_lod.pretrained.rows import Rows, output_rows_of, rows_of
+from maestro_lod.pretrained.unrolled import unrolled
 
 LARGEST_OUTPUT = 4096  # of a layer whose output gradients are related to each other
 
@@ -31,6 +32,8 @@ class Moments:
     the diagonal alone, (groups, m). None means that all outputs count the same."""
     count: int = 0
     """At how many positions the layer was used, or its experts together."""
+    has_gradients: bool = False
+    """Whether a loss said how much errors of the layer count."""
 
     def add(self, what: str, moment: Tensor) -> None:
         known = getattr(self, what)
@@ -42,12 +45,12 @@ class Moments:
     def use_twice(self) -> None:
         """Let the rows of an embedding that is an output head too count the same, as it needs.
 
-        What the head multiplies and what is looked up count half each.
+        What the head multiplies and what is looked up count half each; gradients are left out.
         """
         if self.inputs is not None:
             usual = self.inputs.diagonal(dim1=1, dim2=2).mean()
             self.inputs += usual * torch.eye(self.inputs.shape[1], device=self.inputs.device)
-            self.outputs = None
+            self.outputs, self.has_gradients = None, False
 
 
 class Observer:
@@ -93,10 +96,10 @@ class Observer:
             layer, inputs = self._layers[name], (*args, *kwargs.values())
             if isinstance(layer, LowRankEmbedding):
                 self._count_tokens(name, layer, inputs[0])
-                return None
-            with torch.no_grad():
-                for rows in rows_of(layer, *inputs):
-                    self._add(name, rows)
+            else:
+                with torch.no_grad():
+                    for rows in rows_of(layer, *inputs):
+                        self._add(name, rows)
             return self._remember(name, output) if self._gradients else None
 
         return look
@@ -117,13 +120,7 @@ class Observer:
     def _opened(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """Look into a layer with several weights: run it once more, with parts that can be seen."""
         if isinstance(module, nn.RNNBase):
-
-            def recurrent(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-                for part, rows in recurrent_rows(module, *args, **kwargs):
-                    if (full := f"{name}.{part}".lstrip(".")) in self._layers:
-                        self._add(full, rows)
-
-            return recurrent
+            return self._unrolled(name)
         opened = opened_type(type(module))(module)
         for key, part in opened.named_children():
             if (full := f"{name}.{key}".lstrip(".")) in self._layers:
@@ -131,6 +128,18 @@ class Observer:
 
         def again(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             return opened(*args, **kwargs)
+
+        return again
+
+    def _unrolled(self, name: str) -> Callable[..., Any]:
+        def see(part: str, rows: Tensor, product: Tensor) -> None:
+            if (full := f"{name}.{part}".lstrip(".")) in self._layers:
+                self._add(full, [rows])
+                if self._gradients and product.requires_grad:
+                    self._outputs.append((full, product))
+
+        def again(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+            return unrolled(module, *args, **kwargs, see=see)  # None leaves the output as it is
 
         return again
 
@@ -160,13 +169,16 @@ class Observer:
         gradients = torch.autograd.grad(loss, [y for _, y in outputs], allow_unused=True)
         for (name, _), gradient in zip(outputs, gradients, strict=True):
             layer = self._layers[name]
-            if gradient is None or (rows := output_rows_of(layer, gradient)) is None:
+            rows = None if gradient is None else output_rows_of(layer, gradient)
+            if rows is None:
                 continue
-            wide = layer.matrix_shape[0] > LARGEST_OUTPUT
-            moment = self._diagonal(rows) if wide else self._moment(name, rows)
-            self._moments[name].add("outputs", moment)
+            # what an embedding puts out are its columns; its rows count by what is looked up
+            side = "inputs" if isinstance(layer, LowRankEmbedding) else "outputs"
+            wide = rows[0].shape[1] > LARGEST_OUTPUT
+            self._moments[name].add(side, (self._diagonal if wide else self._moment)(name, rows))
+            self._moments[name].has_gradients = True
 
-    def _diagonal(self, rows: Rows) -> Tensor:
+    def _diagonal(self, name: str, rows: Rows) -> Tensor:
         return torch.stack([each.float().square().sum(0) for each in rows])
 
 

@@ -14,13 +14,14 @@ from functools import singledispatch
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from maestro_lod.layers.conv import LowRankConv, LowRankConvTranspose
+from maestro_lod.layers.embedding import LowRankEmbedding
 from maestro_lod.layers.linear import LowRankLinear
 from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.matrix import LowRankMatrix
 from maestro_lod.layers.stack import LowRankStack
 
 Rows: TypeAlias = Sequence[Tensor]
@@ -73,6 +74,16 @@ def _(layer: LowRankLinear, output: Tensor) -> Rows | None:
 
 
 @output_rows_of.register
+def _(layer: LowRankMatrix, output: Tensor) -> Rows | None:
+    return [output.reshape(-1, layer.matrix_shape[0])]
+
+
+@output_rows_of.register
+def _(layer: LowRankEmbedding, output: Tensor) -> Rows | None:
+    return [output.reshape(-1, layer.embedding_dim)]
+
+
+@output_rows_of.register
 def _(layer: LowRankConv, output: Tensor) -> Rows | None:
     dims = layer.dimensions
     return _by_group(output if output.ndim == dims + 2 else output[None], layer.groups, dims)
@@ -95,73 +106,3 @@ def _by_group(x: Tensor, groups: int, dims: int) -> Rows:
         1, 0
     )  # (groups, N, channels/groups, ...)
     return tuple(x.movedim(2, 2 + dims).flatten(1, 1 + dims).flatten(2).unbind())
-
-
-# -- recurrent layers, which multiply inside of torch's kernels ----------------------------------
-
-
-@torch.no_grad()
-def recurrent_rows(
-    layer: nn.RNNBase, inputs: Any, hidden: Any = None
-) -> Iterator[tuple[str, Rows]]:
-    """Yield for each input and hidden weight of a recurrent layer what it multiplies, by name.
-
-    Each layer is run alone, since torch does not show what passes between them. What a projection
-    (`proj_size`) multiplies stays hidden.
-    """
-    directions = ("", "_reverse") if layer.bidirectional else ("",)
-    for number in range(layer.num_layers):
-        outputs, _ = _alone(layer, number, inputs)(inputs, _of_layer(layer, hidden, number))
-        steps = inputs.data if isinstance(inputs, PackedSequence) else inputs
-        padded, lengths = _padded(layer, outputs)
-        width = padded.shape[-1] // len(directions)
-        for index, suffix in enumerate(directions):
-            yield f"weight_ih_l{number}{suffix}", [steps.reshape(-1, steps.shape[-1])]
-            own = padded[..., index * width : (index + 1) * width]
-            yield f"weight_hh_l{number}{suffix}", [_before(own, lengths, reverse=bool(suffix))]
-        inputs = outputs
-
-
-def _alone(layer: nn.RNNBase, number: int, inputs: Any) -> nn.RNNBase:
-    """Return one layer of a recurrent stack by itself, over the same memory."""
-    options: dict[str, Any] = {"nonlinearity": layer.nonlinearity} if type(layer) is nn.RNN else {}
-    if isinstance(layer, nn.LSTM):
-        options["proj_size"] = layer.proj_size
-    width = (inputs.data if isinstance(inputs, PackedSequence) else inputs).shape[-1]
-    kind: Any = next(kind for kind in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(layer, kind))
-    alone: nn.RNNBase = kind(
-        width, layer.hidden_size, 1, bias=layer.bias, batch_first=layer.batch_first,
-        bidirectional=layer.bidirectional, device="meta", **options,
-    )  # fmt: skip
-    for name in list(alone._parameters):
-        setattr(alone, name, getattr(layer, name.replace("_l0", f"_l{number}")))
-    return alone
-
-
-def _of_layer(layer: nn.RNNBase, hidden: Any, number: int) -> Any:
-    """Return the part of the first hidden state that one layer of a stack gets."""
-    if hidden is None:
-        return None
-    if isinstance(hidden, tuple):
-        return tuple(_of_layer(layer, part, number) for part in hidden)
-    directions = 2 if layer.bidirectional else 1
-    return hidden[number * directions : (number + 1) * directions]
-
-
-def _padded(layer: nn.RNNBase, outputs: Any) -> tuple[Tensor, Tensor]:
-    """Return outputs as (sequences, steps, width), and how many steps of each count."""
-    if isinstance(outputs, PackedSequence):
-        padded, lengths = pad_packed_sequence(outputs, batch_first=True)
-        return padded, lengths.to(padded.device)
-    if outputs.ndim == 2:
-        outputs = outputs[None]
-    elif not layer.batch_first:
-        outputs = outputs.transpose(0, 1)
-    return outputs, torch.full((len(outputs),), outputs.shape[1], device=outputs.device)
-
-
-def _before(hidden: Tensor, lengths: Tensor, *, reverse: bool) -> Tensor:
-    """Return the hidden states that a step begins with; the first one, mostly zero, is left out."""
-    step = torch.arange(hidden.shape[1], device=hidden.device)
-    counts = (step >= 1) & (step < lengths[:, None]) if reverse else step < lengths[:, None] - 1
-    return hidden[counts]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from maestro_lod.errors import DataError
 from maestro_lod.layers.conv import LowRankConv
@@ -28,7 +29,7 @@ from maestro_lod.structure import OPENED, restructured_copy, structure_of
 from maestro_lod.train.evaluate import call, device_of, in_mode, on_device, recalibrate
 
 # How strongly a fitted layer is held to the original one, against what its inputs say.
-_HOLD = 1e-2
+_HOLD = 0.1
 
 
 @torch.no_grad()
@@ -56,6 +57,8 @@ def correct(
     opened = {name: form for name, form in structure_of(model).items() if form == OPENED}
     original = restructured_copy(teacher, opened) if opened else teacher
     with in_mode(model, training=False), in_mode(original, training=False):
+        for module in model.modules():  # so that later layers see what they will in the end
+            module.training = isinstance(module, _BatchNorm)
         groups = _in_order(model, data[0])
         count = sum(map(len, groups))
         done = 0

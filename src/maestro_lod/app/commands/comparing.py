@@ -11,7 +11,6 @@ from rich.console import Console
 from maestro_lod.app.commands import options
 from maestro_lod.app.compare import compare as do_compare
 from maestro_lod.app.compare.contenders import known
-from maestro_lod.app.compare.words import told
 from maestro_lod.app.display import Display
 from maestro_lod.app.recipe import load_recipe
 from maestro_lod.app.stopping import stoppable
@@ -80,7 +79,7 @@ def compare(
             say=lambda line: None if quiet else say(line),
             stop=lambda: bool(asked),
         )
-    say(f"\n{told(found)}\n\npage: {where / 'compare.html'}, data: {where / 'compare.json'}")
+    say(f"\n{found}\n\npage: {where / 'compare.html'}, data: {where / 'compare.json'}")
 
 
 def _shares(text: str) -> list[float]:

@@ -148,12 +148,17 @@ def deploy(
 def bench(
     directory: options.FinishedRun,
     batch: options.Batch = 1,
+    beside: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A dense run of the same task, as a row.")
+    ] = None,
     trust: options.Trust = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Print latency, size and test accuracy of dense and deployed sizes side by side."""
     with search_bar(quiet) as progress:
-        text = compare(Trained.of(Run.open(directory, trust=trust)), batch=batch, progress=progress)
+        trained = Trained.of(Run.open(directory, trust=trust))
+        other = None if beside is None else Trained.of(Run.open(beside, trust=trust))
+        text = compare(trained, batch=batch, beside=other, progress=progress)
     say(text)
 
 

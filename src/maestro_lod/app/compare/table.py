@@ -12,6 +12,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from maestro_lod.app.compare.metrics import better
+from maestro_lod.app.compare.words import told
 
 _SLACK = 1.005
 """Times a size: what is no larger than this has that size."""
@@ -104,6 +105,9 @@ class Comparison:
     rows: tuple[Row, ...]
     missing: tuple[tuple[str, str], ...]
     """What is not there, and why."""
+
+    def __str__(self) -> str:
+        return told(self)
 
     def order(self, row: Row) -> float:
         """Return how good a row is, more being better."""

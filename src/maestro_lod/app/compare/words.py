@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from maestro_lod.app.compare.table import Comparison, Row, Winner
+from typing import TYPE_CHECKING
+
 from maestro_lod.app.report.parts import show
 from maestro_lod.app.report.text import duration, of_dense, plain, quantity, times
 from maestro_lod.table import table
+
+if TYPE_CHECKING:
+    from maestro_lod.app.compare.table import Comparison, Row, Winner
 
 HEADER = ("size", "method", "params", "MACs", "bytes", "latency", "training")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from maestro_lod.app.data.batches import USUAL_SHARE, Batches, Data, Request
 from maestro_lod.errors import DataError, OptionError, listed, nearest
+from maestro_lod.installing import install
 
 __all__ = ["DATA", "Batches", "Data", "load_data"]
 
@@ -47,9 +48,7 @@ def load_data(
         load = importlib.import_module(f"{__name__}.{DATA[name]}").load
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        raise DataError(
-            f"{name} needs the package {package}: pip install 'maestro-lod[cli]'."
-        ) from error
+        raise DataError(f"{name} needs the package {package}: {install('data')}.") from error
     parameters = inspect.signature(load).parameters.values()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     for option in options:

@@ -130,6 +130,8 @@ class Dot:
     series: int
     rows: Sequence[tuple[str, str]]
     hollow: bool = False
+    scale: float = 1.35
+    """Of its mark."""
     spread: float | None = None
     """How far up and down it may as well lie."""
 
@@ -168,7 +170,9 @@ def plane(
             ends = [y.at(dot.y - dot.spread), y.at(dot.y + dot.spread)]
             whisker = f"M{x.at(dot.x):.1f} {ends[0]:.1f}V{ends[1]:.1f}"
             drawn.append(tag("path", class_=f"line {colour(dot.series)}", d=whisker))
-        drawn.append(marker(dot.series, x.at(dot.x), y.at(dot.y), hollow=dot.hollow, scale=1.35))
+        drawn.append(
+            marker(dot.series, x.at(dot.x), y.at(dot.y), hollow=dot.hollow, scale=dot.scale)
+        )
     hits = []
     for dot in everything:
         across, up = round(x.at(dot.x), 1), round(y.at(dot.y), 1)

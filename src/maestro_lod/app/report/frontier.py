@@ -210,21 +210,23 @@ class _Chart:
         return cls(axis, line, others, [order[id(p)] for p in sizes.points])
 
     def drawn(self, sizes: Sizes, series: int) -> Markup | None:
-        def dots(points: Sequence[Mapping[str, Any]], name: str | None = None) -> list[Dot]:
+        def dots(
+            points: Sequence[Mapping[str, Any]], name: str | None = None, scale: float = 1.35
+        ) -> list[Dot]:
             found = []
             for point in points:
                 x, y = number(point, self.axis), number(point, sizes.metric)
                 if x is not None and x > 0 and y is not None:
                     facts = zip((fact.name for fact in sizes.facts), sizes.told(point), strict=True)
                     shown = name or capital(sizes.name(point))
-                    found.append(Dot(shown, x, y, series, list(facts), name is not None))
+                    found.append(Dot(shown, x, y, series, list(facts), name is not None, scale))
             return found
 
         dense = dots([sizes.dense], "The dense form of this model")
         metric = next(fact.name for fact in sizes.facts if fact.key == sizes.metric)
         return plane(
             f"{capital(metric)} against {SIZES[self.axis]}",
-            [*dots(self.others), *dense],
+            [*dots(self.others, scale=0.6), *dense],
             curve=dots(self.line),
             kind=self.axis,
             show=show(sizes.metric),

@@ -1,0 +1,95 @@
+"""Build wheel and sdist, look what is in them, and try the wheel with torch and safetensors alone.
+
+    python benchmarks/wheel.py            # `make wheel`
+
+The trial runs in an environment of its own in which only torch, safetensors and what these need can
+be imported: train, shrink, search, save, load and export as plain tensors.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DIST = ROOT / "dist"
+OURS = ("src/", "README.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore")
+SMOKE = """
+import sys, torch, maestro_lod as lod
+from torch import nn
+model = lod.decompose(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+x, y = torch.randn(32, 16), torch.randint(4, (32,))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+train = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.6))
+lod.fit(model, [(x, y)] * 4, optimizer=optimizer, method=train, epochs=4)
+sizes = lod.frontier(model, lambda m: nn.functional.cross_entropy(m(x), y), example=x[:1])
+lod.save(model, "m.safetensors")
+lod.load("m.safetensors", into=nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+lod.deploy_size(model, sizes, "out", example=x[:1], formats=["safetensors", "pt2"], max_params=0.9)
+extra = {"typer", "rich", "pydantic", "yaml", "sklearn", "onnx", "datasets"} & set(sys.modules)
+assert not extra, extra
+print("the wheel works:", lod.__version__, lod.__file__)
+"""
+TYPED = """
+import torch
+from torch import nn
+import maestro_lod as lod
+model: nn.Module = lod.decompose(nn.Linear(4, 4))
+ranks: dict[str, int] = lod.ranks(model)
+sizes = lod.frontier(model, lambda m: float(m(torch.ones(1, 4)).sum()))
+reveal_type(sizes.pick(max_params=0.5))
+"""
+
+
+def build() -> tuple[Path, Path]:
+    """Build both and return their paths."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "build", "--outdir", DIST, ROOT], check=True)
+    return next(DIST.glob("*.whl")), next(DIST.glob("*.tar.gz"))
+
+
+def require_contents(wheel: Path, sdist: Path) -> None:
+    """Refuse leftovers, and files that are missing."""
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
+    strange = [n for n in names if not n.startswith("maestro_lod") or "__pycache__" in n]
+    present = {path.relative_to(ROOT / "src").as_posix() for path in _sources()}
+    missing = present - {*names}
+    with tarfile.open(sdist) as packed:
+        inside = [n.partition("/")[2] for n in packed.getnames()]
+    strange += [n for n in inside if n and not n.startswith(OURS)]
+    if strange or missing:
+        sys.exit(f"leftovers: {strange[:9]}; missing: {sorted(missing)[:9]}")
+    print(f"{len(names)} files in the wheel, {len(inside)} in the sdist")
+
+
+def _sources() -> list[Path]:
+    found = (ROOT / "src" / "maestro_lod").rglob("*")
+    return [path for path in found if path.is_file() and "__pycache__" not in path.parts]
+
+
+def try_alone(wheel: Path) -> None:
+    """Install the wheel into an empty environment, and use it there."""
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([sys.executable, "-m", "venv", f"{place}/env"], check=True)
+        python, constraints = f"{place}/env/bin/python", ROOT / "constraints.txt"
+        install = [python, "-m", "pip", "install", "--quiet", "--constraint", constraints, wheel]
+        subprocess.run(install, check=True)
+        subprocess.run([python, "-c", SMOKE], check=True, cwd=place)
+        (Path(place) / "user.py").write_text(TYPED)
+        types = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "user.py"]
+        said = subprocess.run(types, cwd=place, capture_output=True, text=True, check=False).stdout
+        if said.count("dict[str, int]") != 1 or "error" in said:
+            sys.exit(f"py.typed does not reach a user: {said}")
+        print("a user's file is checked by our types")
+
+
+if __name__ == "__main__":
+    made = build()
+    require_contents(*made)
+    try_alone(made[0])

@@ -1,0 +1,64 @@
+"""What the site is made of: the pages here in order, README and the paper's results beside them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+ORDER = {
+    "Start": ["index", "quickstart", "own-model", "sizes", "deploy", "faq"],
+    "Train": ["recipes", "tuning", "data", "models", "layers", "methods", "pretrained", "trainers"],
+    "Integrations": ["huggingface", "federated", "scale"],
+    "Behind it": ["idea", "reliability", "compare", "measured", "paper/index"],
+    "Reference": ["api", "release", "contributing"],
+}
+"""Pages by section; one that is not there is left out, one that is not named comes last."""
+
+ELSEWHERE = {
+    "README.md": "index.md",
+    "paper/README.md": "paper/index.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that lie elsewhere, and the pictures that they show."""
+    for source, place in ELSEWHERE.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
+    for picture in sorted((ROOT / "paper" / "results").glob("*.svg")):
+        place = f"paper/results/{picture.name}"
+        files.append(File.generated(config, place, abs_src_path=str(picture)))
+    config.nav = _nav({file.src_uri for file in files.documentation_pages()})
+    return files
+
+
+def _nav(pages: set[str]) -> list[dict[str, list[str]]]:
+    known = {section: [f"{p}.md" for p in names] for section, names in ORDER.items()}
+    named = {page for names in known.values() for page in names}
+    nav = [{section: [p for p in names if p in pages]} for section, names in known.items()]
+    others = sorted(pages - named)
+    return nav + ([{"More": others}] if others else [])
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Point links to where their pages are here; a file that is on no page becomes its name."""
+    source = {place: where for where, place in ELSEWHERE.items()}
+    here = ROOT / source.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    known = {file.src_uri for file in files}
+    up = "../" * page.file.src_uri.count("/")
+
+    def pointed(link: re.Match[str]) -> str:
+        mark, text, target, place = link[1], link[2], link[3], link[4] or ""
+        found = (here.parent / target).resolve()
+        if not found.is_relative_to(ROOT) or not found.exists():
+            return link[0]  # which a strict build refuses
+        name = found.relative_to(ROOT).as_posix()
+        name = ELSEWHERE.get(name, name.removeprefix("docs/"))
+        return f"{mark}[{text}]({up}{name}{place})" if name in known else text
+
+    return _LINK.sub(pointed, markdown)

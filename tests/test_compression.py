@@ -1,0 +1,91 @@
+"""One function takes a pretrained model to a limit, in place."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import maestro_lod as lod
+from maestro_lod.cost import count_params
+from maestro_lod.errors import DataError, OptionError
+from maestro_lod.pretrained.compression import compress
+from maestro_lod.pretrained.outputs import own_scores, scores_loss, values_loss
+from tests.kinds import Tied
+
+
+def trained() -> tuple[nn.Module, list[torch.Tensor]]:
+    """A stand-in for a pretrained model: its weights and its data have directions that matter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(),
+                          nn.Linear(48, 10)).eval()  # fmt: skip
+    data = [torch.randn(64, 24) * torch.logspace(0.5, -1, 24) for _ in range(6)]
+    return model, data
+
+
+def distance(model: nn.Module, teacher: nn.Module, x: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float(values_loss(model(x), teacher(x)))
+
+
+def test_the_limit_is_kept_by_what_is_deployed():
+    teacher, data = trained()
+    model = copy.deepcopy(teacher)
+    done = compress(model, data, max_params=0.5)
+    assert done.params <= 0.5 * done.dense_params
+    assert done.dense_params == count_params(teacher)
+    assert count_params(lod.extract(model)) == done.params
+    assert lod.ranks(model) == done.ranks
+    assert f"{done.params:,} of" in str(done)
+
+
+def test_each_part_brings_the_model_closer_to_the_original():
+    teacher, data = trained()
+    fresh = torch.randn(256, 24) * torch.logspace(0.5, -1, 24)
+    found = {}
+    for name, options in {
+        "fast": {"sequential": False},
+        "corrected": {},
+        "healed": {"healing": 100},
+    }.items():
+        model = copy.deepcopy(teacher)
+        compress(model, data, max_params=0.4, **options)
+        found[name] = distance(model, teacher, fresh)
+    plain = lod.extract(lod.decompose(copy.deepcopy(teacher)), 0.25)
+    assert count_params(plain) >= 0.4 * count_params(teacher)
+    assert found["healed"] < found["corrected"] < found["fast"] < distance(plain, teacher, fresh)
+
+
+def test_progress_tells_each_part_to_its_end():
+    teacher, data = trained()
+    told: list[tuple[str, int, int]] = []
+    compress(teacher, data, max_params=0.5, healing=3, progress=lambda *part: told.append(part),
+             loss=own_scores, soft_loss=scores_loss)  # fmt: skip
+    ends = {what: (done, of) for what, done, of in told}
+    assert ends == {
+        "calibrating": (6, 6), "decomposing": (3, 3), "correcting": (3, 3), "healing": (3, 3)
+    }  # fmt: skip
+
+
+def test_a_tied_pair_is_compressed_if_asked_to():
+    ids = [torch.randint(40, (8, 12)) for _ in range(3)]
+    with pytest.raises(lod.MaestroError):
+        compress(Tied(), ids, max_params=0.5)
+    model = Tied()
+    done = compress(model, ids, max_params=0.7, tied="share")
+    assert done.params <= 0.7 * done.dense_params
+    assert model(ids[0]).shape == (8, 12, 40)
+
+
+def test_nonsense_is_refused_before_anything_changes(snapshot):
+    model, data = trained()
+    before = snapshot(model)
+    with pytest.raises(DataError, match="no batch"):
+        compress(model, [], max_params=0.5)
+    with pytest.raises(OptionError, match="max_params"):
+        compress(model, data, max_params=-1)
+    with pytest.raises(OptionError, match="healing"):
+        compress(model, data, max_params=0.5, healing=-1)
+    before.assert_unchanged(model)

@@ -1,0 +1,125 @@
+"""Directories of transformers: safetensors alone, and texts in the model's own tokens."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from maestro_lod.errors import CheckpointError, DataError
+from maestro_lod.pretrained.directory import open_model, read_texts, text_batches
+from tests.directories import WORDS, write_bert, write_llama, write_texts
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "llama")
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    return write_bert(tmp_path / "bert")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> dict[str, Path]:
+    return write_texts(tmp_path)
+
+
+def test_shards_are_read_and_ties_kept(llama):
+    model = open_model(llama)
+    assert len(list(llama.glob("*.safetensors"))) > 1
+    assert not model.training
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_dtype_is_that_of_the_file_unless_given(llama):
+    half = open_model(llama, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    half.save_pretrained(llama.parent / "half")
+    assert open_model(llama.parent / "half").dtype == torch.bfloat16
+
+
+def test_pickled_weights_are_refused_and_not_read(bert):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (bert / "ran",))
+
+    (bert / "model.safetensors").unlink()
+    (bert / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"pickled weights only \(pytorch_model.bin\)"):
+        open_model(bert)
+    assert not (bert / "ran").exists()
+
+
+def test_directories_that_hold_no_model_are_refused(bert, tmp_path):
+    with pytest.raises(CheckpointError, match="has no config"):
+        open_model(tmp_path)
+    (bert / "model.safetensors").write_bytes(b"12345678")
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        open_model(bert)
+    (bert / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no weights"):
+        open_model(bert)
+    (bert / "config.json").write_text("{")
+    (bert / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="config"):
+        open_model(bert)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
+def test_texts_of_every_kind_of_file(texts, suffix):
+    assert list(read_texts(texts[suffix])) == [
+        "the cat sat on a mat", "a dog ran", "and the dog ran far away"
+    ]  # fmt: skip
+
+
+def test_a_model_that_continues_text_gets_windows(llama, texts):
+    batches = text_batches(texts["txt"], llama, length=4, batch=2, most=8)
+    ids = torch.cat([batch["input_ids"] for batch in batches])
+    assert ids.shape == (3, 4)  # 15 words
+    assert [WORDS[i] for i in ids[0].tolist()] == ["the", "cat", "sat", "on"]
+    assert len(text_batches(texts["txt"], llama, length=4, batch=2, most=1)) == 1
+    open_model(llama)(**batches[0])
+
+
+def test_other_models_get_texts_of_about_one_length_together(bert, texts):
+    batches = text_batches(texts["jsonl"], bert, batch=2)
+    assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 6), (1, 6)]
+    assert batches[0]["attention_mask"].sum() == 9
+    open_model(bert)(**batches[0])
+
+
+def test_files_that_hold_no_texts_are_refused(llama, tmp_path):
+    bad = {
+        "x.csv": ("", "is no text"),
+        "none.txt": ("\n \n", "holds no text"),
+        "bad.jsonl": ('{"text": "a"}\n{"txt": 1}', "line 2"),
+        "no.jsonl": ("[1]", "line 1"),
+    }
+    for name, (content, says) in bad.items():
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match=says):
+            list(read_texts(tmp_path / name))
+    with pytest.raises(DataError, match="does not exist"):
+        list(read_texts(tmp_path / "missing.txt"))
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="UTF-8"):
+        list(read_texts(tmp_path / "bytes.txt"))
+    pq.write_table(pa.table({"words": ["a"]}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="no column 'text'; its columns: words"):
+        list(read_texts(tmp_path / "x.parquet"))
+    (tmp_path / "short.txt").write_text("the cat")
+    with pytest.raises(DataError, match="fewer than one window"):
+        text_batches(tmp_path / "short.txt", llama)
+
+
+def test_a_directory_without_tokenizer_says_what_to_do(llama, texts):
+    for file in llama.glob("token*"):
+        file.unlink()
+    with pytest.raises(DataError, match="module:function"):
+        text_batches(texts["txt"], llama)
