@@ -83,11 +83,10 @@ class Staged(Dense):
         return None
 
     def record(self) -> MethodRecord:
-        low_rank = bool(low_rank_layers(self.model))
+        if low_rank_layers(self.model):
+            sizes = self.ledger.sizes(self.model)
+            return MethodRecord(**sizes, ranks=ranks(self.model), phase=self.stage)
         params, macs = count_params(self.model), self._macs
-        if low_rank:
-            deployed = self.ledger.deployed(self.model)
-            params, macs = deployed.params, deployed.macs or 0
         return MethodRecord(
             params=params,
             macs=macs,
@@ -95,13 +94,11 @@ class Staged(Dense):
             relative_macs=macs / self.dense.macs if self.dense.macs else None,
             bits=count_bits(self.model, params),
             relative_bits=params / self.dense.params,
-            ranks=ranks(self.model) if low_rank else {},
             phase=self.stage,
         )
 
     def training_cost(self) -> dict[str, float | None]:
-        kinds = ("relative_params", "relative_macs", "relative_executed_macs")
-        return {kind: getattr(self.ledger, kind) for kind in kinds}
+        return self.ledger.relative()
 
     def state_dict(self) -> dict[str, Any]:
         return {"epochs": self.plan.epochs, "ledger": self.ledger.state_dict()}
