@@ -37,12 +37,11 @@ class Calibration:
         """What no sample reached, layers and experts of layers: split by their weights alone."""
         found = []
         for name, seen in self.moments.items():
-            groups = 0 if seen.inputs is None else len(seen.inputs)
-            empty = 0 if seen.inputs is None else int((~seen.inputs.flatten(1).any(1)).sum())
-            if seen.inputs is None and seen.outputs is None:
+            reached = [] if seen.inputs is None else seen.inputs.flatten(1).any(1).tolist()
+            if not any(reached) and seen.outputs is None:
                 found.append(name)
-            elif empty:
-                found.append(f"{name} ({empty} of {groups})")
+            elif not all(reached):
+                found.append(f"{name} ({reached.count(False)} of {len(reached)})")
         return found
 
     @property
