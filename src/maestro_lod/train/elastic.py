@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.cost import Costs
 from maestro_lod.errors import OptionError, require_nonnegative, require_whole
 from maestro_lod.train.allocation import allocation, smallest_cost
 from maestro_lod.train.ledger import Ledger
+from maestro_lod.train.order import order_ranks
 from maestro_lod.train.sampling import RankSampler
 
 _RUNGS = 32  # sizes on a ladder, the whole model not among them
@@ -74,6 +77,15 @@ class ElasticSampler(RankSampler):
         if not self._ladders:
             self.build(ledger.costs(self._model))
         return False
+
+    def end_epoch(
+        self, epochs: int, ledger: Ledger, optimizer: Optimizer, ema: AveragedModel | None
+    ) -> None:
+        """After so many epochs: order ranks once those alone are over, and choose sizes anew."""
+        if epochs == self.alone > 0:
+            order_ranks(self._model, optimizer, ema)
+        if epochs >= self.alone:
+            self.build(ledger.costs(self._model))
 
     def build(self, costs: Costs) -> None:
         """Decide anew which layers keep how many ranks on each rung."""

@@ -15,7 +15,7 @@ from maestro_lod.calls import Example
 from maestro_lod.cost import count_bits
 from maestro_lod.distributed.agreement import Agreement
 from maestro_lod.distributed.ddp import renew, wrappers_of
-from maestro_lod.distributed.fsdp import adopt_shards
+from maestro_lod.distributed.fsdp import adopt_shards, shard_group
 from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
     OptionError,
@@ -32,7 +32,6 @@ from maestro_lod.train.elastic import Elastic, ElasticSampler, sampler_for
 from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.method import RunPlan
-from maestro_lod.train.order import order_ranks
 from maestro_lod.train.passes import Passes
 from maestro_lod.train.rank_penalty import RankPenalty
 from maestro_lod.train.record import MethodRecord
@@ -114,9 +113,9 @@ class LoD:
         self._layers = _require_ranks_to_train(self.model, self.min_rank)
         self._grace = Grace(self.model)
         self._agreement = Agreement(self.model)
-        self._steps = SampledSteps(
-            self.model, optimizer, self.sampler, note_example=example is None
-        )
+        # of shards nobody can make the copy on which MACs are counted
+        note = example is None and shard_group(self.model) is None
+        self._steps = SampledSteps(self.model, optimizer, self.sampler, note_example=note)
 
     @property
     def penalty(self) -> float:
@@ -250,7 +249,7 @@ class LoD:
         self._penalty.use = None
         self._steps.new_epoch()
         if isinstance(self.sampler, ElasticSampler):
-            self._prepare_sizes(self.sampler)
+            self.sampler.end_epoch(self.epoch, self.ledger, self.optimizer, self.ema)
         self._agreement.new_epoch()
         self._penalty.warn_of_floor(self.threshold, lost)
         return lost
@@ -263,13 +262,6 @@ class LoD:
         _require_ranks(keep, self.threshold, self.penalty)
         self._steps.measure(self.ledger)
         return keep if self.landing is None else self.landing.end_epoch(self.model)
-
-    def _prepare_sizes(self, sampler: ElasticSampler) -> None:
-        """Order ranks once the whole model was trained alone; then choose those of every size."""
-        if self.epoch == sampler.alone > 0:
-            order_ranks(self.model, self.optimizer, self.ema)
-        if self.epoch >= sampler.alone:
-            sampler.build(self.ledger.costs(self.model))
 
     def _cut(self, keep: Mapping[str, int]) -> dict[str, int]:
         return cut(self.model, keep, self.optimizer, self.ema, self._agreement.wrappers)
