@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
-WAIT = 300  # seconds: far more than any call needs, so that a loaded machine is no failure
+WAIT = 60  # seconds: far more than any call needs, so that a loaded machine is no failure
 
 
 def join_group(directory: Path, process: int, world: int, seconds: float = WAIT) -> None:

@@ -39,6 +39,12 @@ def shown(
     return screen.getvalue()
 
 
+@pytest.fixture(autouse=True)
+def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be shown because a machine is slow; tests that are about time set their own."""
+    monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
 def digits(directory: Path, *changes: str) -> Run:
     return Run.create(load_recipe("digits", [*SMALL, *changes]), directory)
 

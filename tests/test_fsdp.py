@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from maestro_lod import LoD, MaestroError, load, ranks, save
+from maestro_lod.distributed.fsdp import across_ranks
 from maestro_lod.train.strength import Budget
 from tests.test_ddp import OPTIMIZERS, batch, share, small_model
 
@@ -47,7 +48,11 @@ def trained(name: str, dtype: torch.dtype = torch.float64, how: str = "") -> dic
     if how == "checkpointed":
         model[4] = Checkpointed(model[4])
     if dist.is_initialized():
-        model = sharded(model, **({"reshard_after_forward": False} if how == "gathered" else {}))
+        ways: dict[str, dict[str, Any]] = {
+            "gathered": {"reshard_after_forward": False},
+            "across": {"shard_placement_fn": across_ranks(model)},
+        }
+        model = sharded(model, **ways.get(how, {}))
     optimizer = OPTIMIZERS[name](model.parameters())
     options: dict[str, Any] = {"penalty": 1e-3, "threshold": 1e-4}
     if how == "proximal":
@@ -109,7 +114,14 @@ def assert_same(results: list[dict[str, Any]], alone: dict[str, Any], within: fl
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("sgd", ""), ("adamw", ""), ("adamw", "loss"), ("sgd", "gathered"), ("sgd", "checkpointed")],
+    [
+        ("sgd", ""),
+        ("adamw", ""),
+        ("adamw", "loss"),
+        ("sgd", "gathered"),
+        ("sgd", "checkpointed"),
+        ("adamw", "across"),
+    ],
 )
 def test_shards_train_what_one_process_does_on_the_whole_batch(pair, name, how):
     alone = trained(name, how=how)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import maestro_lod as lod
-
 ROOT = Path(__file__).parent.parent
 
 

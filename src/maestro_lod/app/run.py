@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -26,6 +27,7 @@ from maestro_lod.app.recipe import Recipe, checked, dumped, settings_in
 from maestro_lod.app.report import write_report
 from maestro_lod.app.run_directory import RunDirectory
 from maestro_lod.app.setup import Setup, data_of, model_of
+from maestro_lod.app.together import any_says, by_the_first, is_first, processes, wrapped
 from maestro_lod.app.trust import remember_trust, require_trust
 from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import count_params, summary
@@ -89,9 +91,9 @@ class Run(RunDirectory):
         raised. Whatever happens, the last checkpoint that was complete stays.
         """
         finished, setup = self.finished, Setup.of(self.recipe)
-        if not self.checkpoint.exists():
-            self.make(_checkpoint_bytes(self.recipe, setup.model))
-        with alone_in(self.directory):
+        needed = _checkpoint_bytes(self.recipe, setup.model)
+        by_the_first(lambda: None if self.checkpoint.exists() else self.make(needed))
+        with alone_in(self.directory) if is_first() else nullcontext():
             if self.finished > finished:  # another process was faster
                 raise OptionError(f"the run in {self.directory} has finished meanwhile.")
             return self._train(setup, watchers, stop)
@@ -100,16 +102,14 @@ class Run(RunDirectory):
         self, setup: Setup, watchers: Sequence[Watcher], stop: Callable[[], bool]
     ) -> dict[str, Any]:
         recipe = self.recipe
-        remove_leftovers(self.directory)
-        progress = self._resumed(setup) if self.checkpoint.exists() else Progress()
-        if not self.checkpoint.exists():
-            self._begin(setup, progress)
-        self.write_metrics(progress.history)
+        begun = by_the_first(self._tidied)
+        progress = self._resumed(setup) if begun else Progress()
+        by_the_first(lambda: self._begin(setup, progress, begun))
         for watcher in watchers:
             watcher.begin(self, setup, progress)
         keeper = _Keeper(self, setup, watchers, stop)
         fit(
-            setup.model,
+            wrapped(setup.model),
             setup.data.train,
             optimizer=setup.optimizer,
             epochs=recipe.epochs,
@@ -119,22 +119,33 @@ class Run(RunDirectory):
             schedule=setup.schedule,
             seed=recipe.seed,
             options=FitOptions(
-                recipe.clip_norm, recipe.accumulate, recipe.amp, recipe.recalibration
+                recipe.clip_norm,
+                recipe.accumulate,
+                recipe.amp,
+                recipe.recalibration,
+                share_batches=processes() > 1,
             ),
             progress=progress,
             watch=Watch(keeper.step, keeper.epoch),
         )
-        result = self._finish(setup, progress)
+        result = by_the_first(lambda: self._finish(setup, progress))
         for watcher in watchers:
             watcher.end(result)
         return result
 
-    def _begin(self, setup: Setup, progress: Progress) -> None:
-        """Write what a run starts with."""
-        remember_trust(self.recipe.model_dump(mode="json"))
-        self.write("config.yaml", dumped(self.recipe))
-        self.write_json("environment.json", _environment(self.recipe, setup.data))
-        self.save(setup, progress)
+    def _tidied(self) -> bool:
+        """Remove what a kill has left, and say whether the run has begun before."""
+        remove_leftovers(self.directory)
+        return self.checkpoint.exists()
+
+    def _begin(self, setup: Setup, progress: Progress, begun: bool) -> None:
+        """Write what a run starts with, and the metrics as they are at this place."""
+        if not begun:
+            remember_trust(self.recipe.model_dump(mode="json"))
+            self.write("config.yaml", dumped(self.recipe))
+            self.write_json("environment.json", _environment(self.recipe, setup.data))
+            self.save(setup, progress)
+        self.write_metrics(progress.history)
 
     def save(self, setup: Setup, progress: Progress) -> None:
         """Write the checkpoint of a place."""
@@ -242,7 +253,7 @@ class _Keeper:
     def step(self, progress: Progress) -> None:
         for watcher in self.watchers:
             watcher.step(progress)
-        stopping = self.stop()
+        stopping = any_says(self.stop())
         if stopping or time.monotonic() - self._saved >= self.run.recipe.checkpoint_every:
             self._save(progress)
         if stopping:
@@ -251,14 +262,16 @@ class _Keeper:
     def epoch(self, progress: Progress) -> None:
         record = progress.history[-1]
         self._save(progress)
-        self.run.append(record)
+        if is_first():
+            self.run.append(record)
         for watcher in self.watchers:
             watcher.epoch(record)
-        if self.stop() and progress.epoch < self.run.recipe.epochs:
+        if any_says(self.stop()) and progress.epoch < self.run.recipe.epochs:
             raise Interrupted
 
     def _save(self, progress: Progress) -> None:
-        self.run.save(self.setup, progress)
+        if is_first():
+            self.run.save(self.setup, progress)
         self._saved = time.monotonic()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import distributed as dist
@@ -95,6 +96,26 @@ def renew(ddp: DistributedDataParallel) -> None:
             vars(ddp)[key] = value
     for hook, state in before.get("_comm_hooks", ()):
         ddp.register_comm_hook(state, hook)
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """Return the model in a wrapper, which runs without the other processes."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def quiet(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which a wrapper sends nothing: more gradients are to be added."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def follow(model: nn.Module) -> None:
+    """Make a wrapper anew if its module has other parameters than it was made for."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    ignored = model.parameters_to_ignore
+    now = [id(p) for name, p in model.module.named_parameters() if name not in ignored]
+    if now != [id(p) for p in model._module_parameters]:
+        renew(model)
 
 
 def _arguments(ddp: DistributedDataParallel) -> dict[str, Any]:

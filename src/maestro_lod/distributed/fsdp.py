@@ -8,7 +8,7 @@ object is made anew, in place, for the smaller parameter, and given this process
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -143,3 +143,24 @@ def _offload_policy(holder: Any) -> Any:
     if holder.offload_to_cpu:
         return fsdp.CPUOffloadPolicy(pin_memory=holder.pin_memory)
     return fsdp.OffloadPolicy()
+
+
+def across_ranks(model: nn.Module) -> Callable[[nn.Parameter], Any]:
+    """Return how to shard a model so that no rank is cut apart from others: for `fully_shard`.
+
+    >>> fully_shard(block, shard_placement_fn=across_ranks(model))
+
+    By itself FSDP2 cuts `v` along its ranks, into as many rows as there are processes at least:
+    with fewer ranks than processes it stores and sends rows of nothing. Cut along the other
+    dimension, all processes hold a part of every rank, and none moves at a shrink. That takes
+    inputs that can be divided evenly; other parameters are cut as always.
+    """
+    factors = {id(layer.v): layer.v for layer in low_rank_layers(model).values()}
+
+    def placement(parameter: nn.Parameter) -> Any:
+        world = dist.get_world_size()
+        if id(parameter) in factors and parameter.shape[1] % world == 0:
+            return sys.modules["torch.distributed.tensor"].Shard(1)
+        return None
+
+    return placement

@@ -76,6 +76,7 @@ def require_agreement(facts: Mapping[str, object], group: Group) -> None:
 
 def sum_over(values: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum of the tensors of all processes of a group."""
+    moved = values.to("cuda") if dist.get_backend(group) == "nccl" else values
     with explaining_loss_of_others():
-        dist.all_reduce(values, group=group)
-    return values
+        dist.all_reduce(moved, group=group)
+    return moved.to(values.device)

@@ -73,6 +73,11 @@ class Score:
             self.loss += loss.item() * (1 if summed else count)
         self.count += count
 
+    def __iadd__(self, other: Score) -> Score:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        return self
+
     def means(self, prefix: str = "") -> dict[str, float]:
         """Return what is known, by name."""
         if self.count == 0:

@@ -6,6 +6,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from maestro_lod.distributed.batches import share_of, whole_score
+from maestro_lod.distributed.ddp import follow, inside, quiet
+from maestro_lod.distributed.norms import WholeBatchNorm
 from maestro_lod.errors import (
     OptionError,
     TrainingError,
@@ -58,9 +62,12 @@ class FitOptions:
     """Compute in bfloat16 where that is safe."""
     recalibration: int = 100
     """Most batches on which BatchNorm is recalibrated after each epoch, before it is evaluated."""
+    share_batches: bool = False
+    """Whether all processes are given the same batches, and each trains on its part of them."""
 
     def __post_init__(self) -> None:
         require_bool("amp", self.amp)
+        require_bool("share_batches", self.share_batches)
         require_whole("recalibration", self.recalibration)
         require_at_least_one("accumulate", self.accumulate, "the batches per optimizer step")
         if self.clip_norm is not None and require_nonnegative("clip_norm", self.clip_norm) == 0.0:
@@ -152,13 +159,14 @@ def fit(
         _steps_of_epoch(_batches(train_data, seed, progress), one_step, progress, watch)
         require_finite_parameters(model)
         method.end_epoch(last=progress.epoch + 1 == epochs)
+        follow(model)
         said = method.record()
         if said.note is not None:
             warnings.warn(said.note, UserWarning, stacklevel=2)
-        recalibrate(model, train_data, options.recalibration, amp=options.amp)
+        recalibrate(inside(model), train_data, options.recalibration, amp=options.amp)
         reached: dict[str, float] = {}
         if validation is not None:
-            reached = evaluate(model, validation, to_evaluate(loss), amp=options.amp)
+            reached = evaluate(inside(model), validation, to_evaluate(loss), amp=options.amp)
         progress.history.append(_record(said, optimizer, progress, reached))
         progress.next_epoch()
         watch.epoch(progress)
@@ -208,8 +216,11 @@ class _Step:
         if self.schedule is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * self.schedule(progress.step)
-        for inputs, target in batches:
-            self._backward(inputs, target, 1 / len(batches), progress.score)
+        score = Score()
+        for i, (inputs, target) in enumerate(batches, 1):
+            with quiet(self.model) if i < len(batches) else nullcontext():
+                self._backward(inputs, target, 1 / len(batches), score)
+        progress.score += whole_score(score) if self.options.share_batches else score
         if self.options.clip_norm is not None:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(trained, self.options.clip_norm)
@@ -219,12 +230,16 @@ class _Step:
         progress.step += 1
 
     def _backward(self, inputs: Any, target: Any, weight: float, score: Score) -> None:
-        device, amp = device_of(self.model), self.options.amp
+        device, amp, part = device_of(self.model), self.options.amp, 1.0
+        if self.options.share_batches:
+            (inputs, target), part = share_of(inputs, target, summed=sums(self.loss))
         inputs, target = on_device(inputs, device), on_device(target, device)
         last: tuple[Tensor, Any] | None = None
 
+        shared = WholeBatchNorm(part > 0) if self.options.share_batches else nullcontext()
+
         def forward() -> Any:
-            with autocast(device, amp):
+            with autocast(device, amp), shared:
                 return call(self.model, inputs)
 
         def loss(output: Any) -> Tensor:
@@ -232,18 +247,19 @@ class _Step:
             with autocast(device, amp):
                 value = self.loss(output, target)
             last = value.detach(), output
-            return value
+            return value * part
 
         def soft(output: Any, teacher: Any) -> Tensor:
             with autocast(device, amp):
                 value: Tensor = self.loss.soft(output, teacher, target)  # type: ignore[attr-defined]
-            return value
+            return value * part
 
         soft_loss = soft if hasattr(self.loss, "soft") else None
         self.method.backward(forward, loss, weight=weight, soft_loss=soft_loss)
         if last is None:
             raise TrainingError(f"{type(self.method).__name__}.backward never asked for the loss.")
-        score.add(*last, target, summed=sums(self.loss))
+        if part:
+            score.add(*last, target, summed=sums(self.loss))
 
 
 def _steps_per_epoch(train_data: Iterable[Batch], accumulate: int) -> int | None:

@@ -15,7 +15,7 @@ from maestro_lod.calls import Example
 from maestro_lod.cost import count_bits
 from maestro_lod.distributed.agreement import Agreement
 from maestro_lod.distributed.ddp import renew, wrappers_of
-from maestro_lod.distributed.fsdp import adopt_shards
+from maestro_lod.distributed.fsdp import adopt_shards, shard_group
 from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
     OptionError,
@@ -113,9 +113,9 @@ class LoD:
         self._layers = _require_ranks_to_train(self.model, self.min_rank)
         self._grace = Grace(self.model)
         self._agreement = Agreement(self.model)
-        self._steps = SampledSteps(
-            self.model, optimizer, self.sampler, note_example=example is None
-        )
+        # of shards nobody can make the copy on which MACs are counted
+        note = example is None and shard_group(self.model) is None
+        self._steps = SampledSteps(self.model, optimizer, self.sampler, note_example=note)
 
     @property
     def penalty(self) -> float:

@@ -141,6 +141,11 @@ def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             "LBFGS keeps its state as one flat vector, which cannot follow a shrink. "
             "Use another optimizer."
         )
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise TrainingError(
+            "ZeroRedundancyOptimizer hands parameters out to processes once and for all, which "
+            "cannot follow a shrink. Use fully_shard (FSDP2) to share optimizer state."
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [
         f"{name}.{key}".lstrip(".")

@@ -19,6 +19,7 @@ from maestro_lod.app.run import Run, Watcher
 from maestro_lod.app.settings_list import all_settings
 from maestro_lod.app.stopping import stoppable
 from maestro_lod.app.terminal import say
+from maestro_lod.app.together import is_first, require_named, restarted, together
 from maestro_lod.errors import OptionError
 from maestro_lod.installing import install
 
@@ -48,7 +49,12 @@ def train(
                              epochs: 20, budget: {params: 0.25})
     """
     chosen = load_recipe(recipe, options.with_data(change, data))
-    _train(Run.create(chosen, out or _free_directory(Path(chosen.recipe).name or "run")), quiet)
+    require_named(out)
+    where = out or _free_directory(Path(chosen.recipe).name or "run")
+    run = Run(where, chosen)
+    if is_first() and not (restarted() and run.checkpoint.exists()):
+        run.require_new()
+    _train(run, quiet)
 
 
 def settings_help() -> str:
@@ -165,9 +171,14 @@ def _free_directory(name: str) -> Path:
 def _train(run: Run, quiet: bool) -> None:
     display = Display(Console(), quiet)
     again = f"lod resume {shlex.quote(str(run.directory))}"
-    with stoppable(display, run.recipe, again, run.checkpoint.exists) as asked:
-        result = run.train(_watchers(run.recipe, display), stop=lambda: bool(asked))
-    say(f"\n{_result_table(result)}\n\nreport: {run.directory / 'report.html'}")
+    watchers = _watchers(run.recipe, display) if is_first() else []
+    with (
+        stoppable(display, run.recipe, again, run.checkpoint.exists) as asked,
+        together(run.recipe.device),
+    ):
+        result = run.train(watchers, stop=lambda: bool(asked))
+    if is_first():
+        say(f"\n{_result_table(result)}\n\nreport: {run.directory / 'report.html'}")
 
 
 def _watchers(recipe: Recipe, display: Display) -> list[Watcher]:
