@@ -30,7 +30,7 @@ from maestro_lod.train.strength import Budget
 logger = logging.getLogger(__name__)
 
 WHOLE = 0.3
-"""The share of a run that trains the whole model; on held-out data better than 0.1 and 0.5."""
+"""The share of a run that trains the whole model; in all runs that were tried better than 0.1."""
 
 
 @dataclass
