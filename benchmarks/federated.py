@@ -3,7 +3,7 @@
     python benchmarks/federated.py [--rounds 30] [--seeds 3] [--data DIRECTORY]
 
 MNIST over 20 clients whose labels are drawn from a Dirichlet distribution, in 4 tiers of 5. The
-same LeNet, optimizer, data and number of steps in every system; each client takes part in every
+same LeNet, optimizer and rounds in every system; whoever is in it takes part in every
 round, and trains the sizes up to its own in turn, drawn step by step. Results are kept per system
 and seed, so that a run that was stopped goes on. Writes docs/federated.md's table too.
 """
