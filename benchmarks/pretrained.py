@@ -154,6 +154,8 @@ def table(answer: Mapping[str, Any]) -> str:
     """Lay out what was measured, a model to a table."""
     lines = []
     for name, of in answer.items():
+        if "dense" not in of:  # nothing was measured yet
+            continue
         share = of["decomposed"] / of["params"]
         lines += [
             f"**{name}**: {of['params']:,} parameters, {share:.0%} of them in decomposed layers; "
@@ -166,7 +168,7 @@ def table(answer: Mapping[str, Any]) -> str:
         lines.append(
             "| parameters of the whole model | " + " | ".join(f"{w:.2f}" for w in whole) + " |"
         )
-        for way, cells in of["ways"].items():
+        for way, cells in of.get("ways", {}).items():
             row = [f"{cells[str(s)]['value']:.4g}" if str(s) in cells else "" for s in SHARES]
             lines.append(f"| {way} | " + " | ".join(row) + " |")
         lines.append("")
@@ -180,12 +182,13 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", choices=SHARES, default=SHARES)
     parser.add_argument("--heal", type=float, action="append", default=[])
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--table", action="store_true", help="Only write the page.")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     kept = RESULTS / "pretrained.json"
     answer = json.loads(kept.read_text())["answer"] if kept.exists() else {}
-    for name in options.only or CASES:
+    for name in () if options.table else options.only or CASES:
         print(name, flush=True)
         bench = Bench(
             CASES[name](options.models),

@@ -72,7 +72,7 @@ def resnet(depth: int) -> Callable[[Path], Case]:
         load = loader(folder / "resnet-cifar10")
         (x, _), (test_x, test_y) = load.cifar("train"), load.cifar("test")
         x = x[torch.randperm(len(x), generator=seeded())[:16000]]
-        test_x, test_y = test_x[:1000], test_y[:1000]
+        test_x, test_y = test_x[:500], test_y[:500]
 
         @torch.inference_mode()
         def accuracy(model: nn.Module) -> float:
@@ -83,11 +83,11 @@ def resnet(depth: int) -> Callable[[Path], Case]:
             ]
             return 100 * float(sum(hits)) / len(test_y)
 
-        prepared = load.normalise(x[:256])
+        prepared = load.normalise(x[:128])
         return Case(
             load.load(depth),
             accuracy,
-            "% correct, first 1,000 test images",
+            "% correct, first 500 test images",
             [(part, None) for part in prepared.split(64)],
             own_scores,
             2,
@@ -117,12 +117,12 @@ def sentence_encoder(folder: Path) -> Case:
         return dict(tokenizer(part, padding=True, truncation=True, return_tensors="pt")), None
 
     one, other, wanted = load.stsb("test")
-    judged = torch.randperm(len(one), generator=seeded())[:300].tolist()
+    judged = torch.randperm(len(one), generator=seeded())[:200].tolist()
 
     def correlation(judged_model: nn.Module) -> float:
         texts = [one[i] for i in judged] + [other[i] for i in judged]
         vectors = load.embed(judged_model, tokenizer, texts)
-        return load.spearman((vectors[:300] * vectors[300:]).sum(1), wanted[judged])
+        return load.spearman((vectors[:200] * vectors[200:]).sum(1), wanted[judged])
 
     def embedding(output: Any) -> Tensor:
         return F.normalize(output.last_hidden_state.mean(1), dim=1)
@@ -136,10 +136,10 @@ def sentence_encoder(folder: Path) -> Case:
     return Case(
         model,
         correlation,
-        "Spearman correlation, 300 pairs of STS-B test",
+        "Spearman correlation, 200 pairs of STS-B test",
         healing[:32],
         lambda output, _: own_values(embedding(output)),
-        12,
+        32,
         healing,
         soft,
         5e-4,

@@ -113,7 +113,11 @@ def deployed() -> Any:
     """Return what was chosen; which layers are multiplied out goes by times."""
     told = read("out/deploy.json")
     assert verify("out/model.safetensors")
-    return told["point"]["ranks"], told["dense_test"], sorted(os.listdir("out"))
+    return (
+        told["point"]["ranks"],
+        told["dense_test"],
+        sorted(path.name for path in Path("out").iterdir()),
+    )
 
 
 def tuned() -> Any:

@@ -140,6 +140,30 @@ def test_a_loss_says_how_much_outputs_count(frozen):
     torch.testing.assert_close(low_rank(x), model(x), **CLOSE)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.name != "Bilinear"], ids=str)
+def test_a_loss_reaches_every_kind_of_layer(kind):
+    def loss(output: object, _: None) -> Tensor:
+        return own_values(output[0] if isinstance(output, tuple) else output)
+
+    dense, inputs = kind.dense(), kind.inputs(seed=9)
+    found = calibrate(dense, batches(kind), tied=kind.tied, loss=loss)
+    assert found.has_gradients
+    expected = outputs(dense, inputs)
+    model = lod.decompose(dense, tied=kind.tied, calibration=found)
+    torch.testing.assert_close(outputs(model, inputs), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_gradients_of_transposed_convolutions_are_those_of_their_patches(stride):
+    layer = nn.ConvTranspose2d(3, 4, 3, stride, 1, output_padding=stride - 1, groups=1, bias=False)
+    x, drawn = torch.randn(2, 3, 5, 5), torch.randn(2, 4, 5 * stride, 5 * stride)
+    found = calibrate(layer, [(x, drawn)], loss=lambda output, target: (output * target).sum())
+    unfolded = F.unfold(drawn, 3, padding=1, stride=stride)
+    rows = unfolded.transpose(1, 2).flatten(0, 1).double()
+    torch.testing.assert_close(found.moments[""].outputs[0], rows.T @ rows, rtol=1e-4, atol=1e-3)
+
+
 def test_energies_estimate_what_the_loss_changes_by():
     torch.manual_seed(0)
     model, x = nn.Linear(12, 9, bias=False), torch.randn(4000, 12) * torch.linspace(0.1, 2, 12)
@@ -199,11 +223,15 @@ def test_experts_that_no_token_reaches_are_split_by_their_weights():
     model = MixtralForCausalLM(config).eval()
     ids = torch.tensor([[1, 2]])  # at most two of four experts
     expected = model(input_ids=ids).logits
-    found = calibrate(model, [{"input_ids": ids}])
+    with pytest.warns(UserWarning, match=r"gate_up_proj \([23] of 4\)"):
+        found = calibrate(model, [{"input_ids": ids}])
     seen = found.moments["model.layers.0.mlp.experts.gate_up_proj"].inputs
     assert (seen.flatten(1).abs().sum(1) == 0).sum() >= 2
     low_rank = lod.decompose(copy.deepcopy(model), calibration=found)
     torch.testing.assert_close(low_rank(input_ids=ids).logits, expected, rtol=1e-3, atol=1e-4)
+    ids = torch.arange(32).view(2, 16)  # reaches all of them
+    again = calibrate(model, [{"input_ids": ids}], loss=lambda output, _: output.logits.sum())
+    assert again.moments["model.layers.0.mlp.experts.down_proj"].has_gradients
 
 
 class Unused(nn.Module):
@@ -254,6 +282,24 @@ def test_a_tied_pair_is_ordered_by_both_of_its_uses():
     torch.testing.assert_close(found.moments["embedding"].inputs[0], expected, rtol=1e-4, atol=1e-3)
 
 
+def test_with_gradients_a_tied_pair_counts_by_what_both_uses_do_to_the_loss():
+    torch.manual_seed(0)
+    model, ids = Tied(), torch.randint(40, (64, 16))
+    found = calibrate(model, [ids], tied="share", loss=own_scores)
+    assert found.has_gradients
+    low_rank = lod.decompose(copy.deepcopy(model), tied="share", calibration=found)
+    energies = found.energies("embedding", model.embedding)
+    changes = {}
+    with torch.no_grad():
+        expected = model(ids).log_softmax(-1)
+        for rank in (8, 15):
+            with lod.at_ranks(low_rank, rank):
+                given = low_rank(ids).log_softmax(-1)
+            changes[rank] = float((expected.exp() * (expected - given)).sum(-1).mean())
+    estimated = float(energies[8:].sum() / energies[15:].sum())
+    assert 0.3 < changes[8] / changes[15] / estimated < 3
+
+
 def test_tokens_that_are_frequent_come_first():
     dense = nn.Embedding(30, 8)
     model = lod.decompose(copy.deepcopy(dense), calibration=[torch.tensor([[3, 3, 3, 3]])])
@@ -274,6 +320,15 @@ def test_tokens_that_are_frequent_come_first():
 def test_data_that_cannot_be_used_is_refused(batches, error, says):
     with pytest.raises(error, match=says):
         lod.decompose(nn.Linear(8, 8), calibration=batches)
+
+
+def test_calibration_of_another_model_is_refused(snapshot):
+    found = calibrate(nn.Sequential(nn.Linear(8, 8)), [torch.randn(4, 8)])
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    before = snapshot(model)
+    with pytest.raises(LayerError, match="calibration knows no layer 1"):
+        lod.decompose(model, calibration=found)
+    before.assert_unchanged(model)
 
 
 def test_a_model_without_anything_to_calibrate_is_refused():

@@ -382,7 +382,9 @@ def test_without_validation_data_no_learning_rate_can_be_chosen(
     few = {"sizes": (0.5,), "out": tmp_path / "out"}
     with pytest.raises(OptionError, match=r"no validation split.*--lr-trials 1"):
         compare(recipe, ["dense"], lr_trials=2, **few)
-    assert compare(recipe, ["dense"], lr_trials=1, **few).rows
+    assert not (tmp_path / "out").exists()
+    found = compare(recipe, ["dense"], lr_trials=1, budget=0.5, **few)
+    assert found.rows[0].training == 0.5
 
 
 def test_nothing_that_can_be_compared_is_an_error(recipe: str, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from pyarrow import parquet
 from sklearn.datasets import load_digits
 from torch import Tensor
 
+from maestro_lod.app.cache_directory import cache_directory
 from maestro_lod.app.data import DATA, Data, cache, decoded, images, load_data, sources
 from maestro_lod.app.data.batches import Request
 from maestro_lod.app.data.images import ImageFormat
@@ -766,7 +767,7 @@ def test_the_cache_is_in_the_home_directory_unless_told(
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("LOD_CACHE")
-    assert cache.cache_directory() == tmp_path / ".cache" / "maestro-lod"
+    assert cache_directory() == tmp_path / ".cache" / "maestro-lod"
 
 
 @pytest.mark.parametrize("damage_first", [False, True])

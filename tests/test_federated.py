@@ -90,7 +90,8 @@ def test_order_and_scale_of_the_weights_do_not_matter(
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     aggregate(other, shuffled)
     for mine, theirs in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+        ties = 0 if mine.is_floating_point() else 1  # of whole numbers, which are rounded
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7 + ties)
 
 
 @given(st.lists(RANKS, min_size=1, max_size=3))

@@ -46,8 +46,8 @@ class Classifier(nn.Module):
 
 
 class Samples(Dataset):
-    def __init__(self) -> None:
-        self.x, self.y = samples()
+    def __init__(self, count: int = 36) -> None:
+        self.x, self.y = samples(count)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -61,7 +61,9 @@ class InOrder(hf.Trainer):
         return SequentialSampler(self.train_dataset)
 
 
-def trainer(directory: Path, model: nn.Module | None = None, **options: Any) -> Any:
+def trainer(
+    directory: Path, model: nn.Module | None = None, count: int = 36, **options: Any
+) -> Any:
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": BATCH,
         "gradient_accumulation_steps": ACCUMULATED,
@@ -77,7 +79,7 @@ def trainer(directory: Path, model: nn.Module | None = None, **options: Any) -> 
     model = decompose(Classifier()) if model is None else model
     optimizer = sgd(model.parameters())
     return InOrder(
-        model, arguments, train_dataset=Samples(), eval_dataset=Samples(),
+        model, arguments, train_dataset=Samples(count), eval_dataset=Samples(),
         optimizers=(optimizer, decay(optimizer)),
     )  # fmt: skip
 

@@ -60,6 +60,11 @@ import sys; sys.stdout.write(chr(10))"""
     assert not loaded & {"torch", "datasets", "numpy", "sklearn", "safetensors", "optuna"}
 
 
+def test_the_program_needs_no_package_of_data_sets():
+    loaded = modules_after("import maestro_lod.app.commands.training, maestro_lod.app.trained")
+    assert not loaded & {"datasets", "pandas", "pyarrow", "sklearn", "tokenizers", "sacrebleu"}
+
+
 def test_every_public_name_has_one_home_that_editors_know_too():
     source = Path(maestro_lod.__file__).read_text()
     for module, names in maestro_lod._HOMES.items():

@@ -210,8 +210,8 @@ def test_what_is_asked_for_is_the_one_choice(changes: list[str], strength: Any) 
     [
         (["pressure=64", "penalty=1e-3"], "pressure sets the penalty: leave penalty and budget"),
         (["pressure=64", "budget.params=0.2"], "pressure sets the penalty"),
-        (["penalty=1e-3", "budget.params=0.2"], "budget steers the penalty"),
-        (["budget.params=0.2", "shrink=false"], "budget steers the penalty and shrinks"),
+        (["penalty=1e-3", "budget.params=0.2"], "budget removes ranks by itself"),
+        (["budget.params=0.2", "shrink=false"], "budget removes ranks by itself"),
         (["budget.params=0.2", "budget.macs=0.2"], "budget: a budget needs either params or macs"),
         (["budget.steps=3"], "budget: a budget needs either params or macs"),
         (["budget.params=-1"], "budget: a budget of params=-1"),

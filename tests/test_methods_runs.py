@@ -18,6 +18,7 @@ from maestro_lod.app.trained import Trained
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.methods import METHODS
 from maestro_lod.train.fit import fit
+from maestro_lod.train.method import RunPlan
 from runs import assert_same_end, stopped
 
 BATCHES = 6
@@ -28,7 +29,7 @@ ROWS: dict[str, tuple[list[str], list[int]]] = {
     "lod": ([], [9]),
     "dense": ([], [9]),
     "narrow": (["size=0.3"], [9]),
-    "svd": (["size=0.4", "finetune=0.5"], [9, 12, 15]),
+    "svd": (["size=0.4", "finetune=0.5", "decompose.only=[fc1, fc2]"], [9, 12, 15]),
     "pufferfish": (["size=0.3", "optimizer.weight_decay=1e-3", "optimizer.decay_norms=false"],
                    [3, 6, 15]),
     "cuttlefish": (["epsilon=100", "window=2", "optimizer.weight_decay=1e-3"], [9, 12, 15]),
@@ -66,6 +67,17 @@ def test_a_run_goes_on_bit_for_bit(
     run = stopped(small(name), tmp_path / "parts", steps)
     Run.open(run.directory).train()
     assert_same_end(whole[name].directory, run.directory)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("pufferfish", 9), ("imp", 15)])
+def test_a_run_with_channels_last_goes_on_bit_for_bit(
+    name: str, steps: int, tmp_path: Path
+) -> None:
+    recipe = small(name, "channels_last=true")
+    Run.create(recipe, tmp_path / "whole").train()
+    run = stopped(recipe, tmp_path / "parts", steps)
+    Run.open(run.directory).train()
+    assert_same_end(tmp_path / "whole", run.directory)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -199,6 +211,20 @@ def test_a_method_refuses_another_model() -> None:
     other = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     with pytest.raises(lod.MaestroError, match="made for another model"):
         fit(other, setup.data.train, optimizer=setup.optimizer, epochs=1, method=setup.method)
+
+
+def test_a_wrapped_model_is_refused() -> None:
+    setup = Setup.of(small("narrow"))
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(setup.model)
+        with pytest.raises(lod.MaestroError, match="Narrow trains in one process"):
+            setup.method.start(wrapped, setup.optimizer, RunPlan(2, 3))
+        del wrapped
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_more_epochs_go_on_in_the_last_stage(tmp_path: Path) -> None:

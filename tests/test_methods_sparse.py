@@ -1,4 +1,4 @@
-"""Methods that leave weights out, or bits of them: IMP, Rare Gems, XNOR-Net."""
+"""Methods that set weights to zero: IMP and Rare Gems."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.app.models import MODELS, LeNet
-from maestro_lod.cost import Cost, count_params, summary
-from maestro_lod.methods.binary import Binarized, Binary, Sign, center_and_clamp, relaxed_gradient
+from made import made
+from maestro_lod.app.models import LeNet
 from maestro_lod.methods.imp import IMP, IMPSettings, kept_by_round
 from maestro_lod.methods.raregems import (
     RareGems,
@@ -25,28 +24,16 @@ from maestro_lod.methods.raregems import (
     signed_constants,
 )
 from maestro_lod.methods.sparse import INDEX_BITS, largest_kept, prunable_weights
-from maestro_lod.methods.xnor import XNORSettings
 from maestro_lod.train.fit import fit
 from maestro_lod.train.method import RunPlan
 from maestro_lod.train.schedule import milestones
-from paper.counts import vgg19_wide
 
-IMAGE = torch.empty(1, 1, 28, 28)
+IMAGE, SAMPLE = torch.empty(1, 1, 28, 28), torch.empty(1, 6)
 
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def made(settings: Any, model: nn.Module, example: Any = None) -> Any:
-    """The method of some settings, for a dense model."""
-    example = torch.randn(1, 6) if example is None else example
-    found = summary(model, example)
-    dense = Cost(found.params, found.macs, 0)
-    model = settings.prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-3)
-    return settings.make(model, optimizer, example=example, seed=3, dense=dense)
 
 
 def trained(method: Any, epochs: int, watch: Any = None, **options: Any) -> list[Any]:
@@ -66,7 +53,7 @@ def trained(method: Any, epochs: int, watch: Any = None, **options: Any) -> list
     return seen
 
 
-# -- masks ---------------------------------------------------------------------------------------
+# -- masks -----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30, deadline=None)
@@ -116,7 +103,7 @@ def plan(epochs: int) -> RunPlan:
     return RunPlan(epochs, 4)
 
 
-# -- IMP -----------------------------------------------------------------------------------------
+# -- IMP -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("density", "rounds"), [(0.25, 7), (0.01442, 19), (0.8, 1), (0.5, 4)])
@@ -139,7 +126,7 @@ def test_a_short_run_prunes_more_at_once() -> None:
 @pytest.mark.parametrize("rewind", [0.0, 0.25, 0.6])
 def test_imp_rewinds_everything_that_is_left_bit_for_bit(rewind: float) -> None:
     model = mlp()
-    method: IMP = made(IMPSettings(size=0.62, prune=0.3, rewind=rewind), model)
+    method: IMP = made(IMPSettings(size=0.62, prune=0.3, rewind=rewind), model, SAMPLE)
     rate = method.optimizer.param_groups[0]["lr"]
     early: list[dict[str, Tensor]] = []
     steps = method.optimizer
@@ -172,7 +159,7 @@ def test_imp_rewinds_everything_that_is_left_bit_for_bit(rewind: float) -> None:
 
 
 def test_each_training_of_imp_runs_through_the_schedule() -> None:
-    method: IMP = made(IMPSettings(size=0.5, prune=0.7, rewind=0.25), mlp())
+    method: IMP = made(IMPSettings(size=0.5, prune=0.7, rewind=0.25), mlp(), SAMPLE)
     rates: list[float] = []
     method.optimizer.register_step_post_hook(
         lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
@@ -183,12 +170,12 @@ def test_each_training_of_imp_runs_through_the_schedule() -> None:
 
 
 def test_one_epoch_is_too_short_for_stages() -> None:
-    method = made(IMPSettings(size=0.5), mlp())
+    method = made(IMPSettings(size=0.5), mlp(), SAMPLE)
     with pytest.raises(lod.MaestroError, match="give it 2 epochs or more"):
         trained(method, epochs=1)
 
 
-# -- Rare Gems -----------------------------------------------------------------------------------
+# -- Rare Gems -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("every", "times", "share"), [(20, 9, 0.283), (5, 39, 0.074)])
@@ -209,7 +196,7 @@ def test_weights_are_signed_constants_while_scores_are_learned() -> None:
 def test_gem_miner_freezes_by_its_schedule_down_to_the_target() -> None:
     model = mlp()
     options = {"size": 0.4, "search_share": 0.5, "search_lr": 0.05, "freeze_every": 1}
-    method: RareGems = made(RareGemsSettings(**options), model)
+    method: RareGems = made(RareGemsSettings(**options), model, SAMPLE)
     biases = {n: p.detach().clone() for n, p in model.named_parameters() if p.ndim == 1}
 
     def state(method: RareGems) -> Any:
@@ -228,7 +215,7 @@ def test_gem_miner_freezes_by_its_schedule_down_to_the_target() -> None:
 
 
 def test_what_survives_begins_at_its_constant() -> None:
-    method: RareGems = made(RareGemsSettings(size=0.4, search_share=0.5), mlp())
+    method: RareGems = made(RareGemsSettings(size=0.4, search_share=0.5), mlp(), SAMPLE)
 
     def weights(method: RareGems) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in method.weights.items()}
@@ -241,7 +228,7 @@ def test_what_survives_begins_at_its_constant() -> None:
 
 
 def test_a_weight_counts_where_its_score_is_above_a_half() -> None:
-    method: RareGems = made(RareGemsSettings(size=0.5), mlp())
+    method: RareGems = made(RareGemsSettings(size=0.5), mlp(), SAMPLE)
     method.start(method.model, method.optimizer, plan(8))
     x, y = torch.randn(8, 6), torch.randint(4, (8,))
     name, weight = next(iter(method.weights.items()))
@@ -262,7 +249,7 @@ def test_a_weight_counts_where_its_score_is_above_a_half() -> None:
 
 
 def test_a_search_that_collapses_ends_at_the_target() -> None:
-    method: RareGems = made(RareGemsSettings(size=0.4, search_share=0.75), mlp())
+    method: RareGems = made(RareGemsSettings(size=0.4, search_share=0.75), mlp(), SAMPLE)
     after_step = method.after_step
 
     def collapse() -> None:
@@ -275,122 +262,3 @@ def test_a_search_that_collapses_ends_at_the_target() -> None:
     method.after_step = collapse  # type: ignore[method-assign]
     seen = trained(method, epochs=4, watch=lambda m: (m.searching, m.left, m.search_epochs))
     assert seen == [(False, method.target, 1)] * 4
-
-
-# -- XNOR-Net ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (4, 3, 3, 2)])
-def test_the_gradient_of_binary_weights_is_that_of_their_relaxed_form(shape: Any) -> None:
-    """By finite differences of α(w)·s(w), where s is the sign with slope 1 inside [−1, 1]."""
-    torch.manual_seed(0)
-    weight = torch.randn(shape, dtype=torch.float64) * 0.8
-    gradient = torch.randn(shape, dtype=torch.float64)
-    assert bool((weight.abs() > 1).any()) and bool((weight.abs() < 1).any())
-    others = [*range(1, len(shape))]
-
-    def relaxed(w: Tensor) -> float:
-        signs = weight.sign() + w.clamp(-1, 1) - weight.clamp(-1, 1)
-        return float((gradient * w.abs().mean(others, keepdim=True) * signs).sum())
-
-    expected, step = torch.empty_like(weight), 1e-6
-    for i in range(weight.numel()):
-        apart = torch.zeros_like(weight).view(-1)
-        apart[i] = step
-        change = relaxed(weight + apart.view(shape)) - relaxed(weight - apart.view(shape))
-        expected.view(-1)[i] = change / (2 * step)
-    torch.testing.assert_close(relaxed_gradient(weight, gradient), expected, rtol=1e-6, atol=1e-8)
-    free = weight.clone().requires_grad_()
-    (Binarized.apply(free) * gradient).sum().backward()
-    scale = weight[0].numel() * (1 - 1 / shape[1])
-    torch.testing.assert_close(free.grad, expected * scale, rtol=1e-6, atol=1e-8)
-
-
-def test_signs_are_never_zero_and_pass_gradients_inside_one() -> None:
-    x = torch.tensor([-2.0, -0.5, 0.0, 0.5, 2.0], requires_grad=True)
-    y = Sign.apply(x)
-    y.sum().backward()
-    assert y.tolist() == [-1, -1, 1, 1, 1] and x.grad is not None
-    assert x.grad.tolist() == [0, 1, 1, 1, 0]
-
-
-def test_weights_stay_centred_and_within_one() -> None:
-    weight = torch.randn(4, 3, 2, 2) * 2
-    expected = (weight - weight.mean(1, keepdim=True)).clamp(-1, 1)
-    center_and_clamp(weight)
-    assert torch.equal(weight, expected)
-    method = made(XNORSettings(), nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)))
-    (layer,) = method.layers.values()
-    trained(method, epochs=2)
-    again = layer.weight.detach().clone()
-    center_and_clamp(again)
-    torch.testing.assert_close(layer.weight.detach(), again, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("input_scale", [False, True])
-@pytest.mark.parametrize("linear", [False, True])
-def test_a_binary_layer_is_norm_sign_and_binary_product(linear: bool, input_scale: bool) -> None:
-    torch.manual_seed(0)
-    if linear:
-        dense: Any = nn.Linear(6, 5)
-        x = torch.randn(4, 3, 6)
-    else:
-        dense = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2)
-        x = torch.randn(2, 4, 7, 7)
-    layer = Binary(dense, input_scale=input_scale)
-    y = layer(x)
-    channel = x.ndim - 1 if linear else 1
-    axes = [i for i in range(x.ndim) if i != channel]
-    mean, variance = x.mean(axes, keepdim=True), x.var(axes, correction=0, keepdim=True)
-    normed = (x - mean) / (variance + 1e-4).sqrt()
-    rows = layer.weight.flatten(1).abs().mean(1)
-    sign = layer.weight.sign()
-    if linear:
-        expected = normed.sign() @ sign.T * rows
-        expected = expected * normed.abs().mean(-1, keepdim=True) if input_scale else expected
-        expected = expected + layer.bias
-    else:
-        expected = F.conv2d(normed.sign(), sign, None, 2, 1, 1, 2) * rows[:, None, None]
-        if input_scale:
-            expected = expected * F.avg_pool2d(normed.abs().mean(1, keepdim=True), 3, 2, 1)
-        expected = expected + layer.bias[:, None, None]
-    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("build", "bits_of"),
-    [(MODELS["resnet18"], "ResNet-18"), (vgg19_wide, "VGG-19")],
-    ids=["ResNet-18", "VGG-19"],
-)
-def test_xnor_counts_its_bits(build: Any, bits_of: str) -> None:
-    """One for each binary weight, 32 for anything else: a scale per row, and the norms before."""
-    model = build()
-    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)][1:-1]
-    binary = sum(m.weight.numel() for m in layers)
-    rows, inputs = (sum(m.weight.shape[i] for m in layers) for i in (0, 1))
-    dense = count_params(model)
-    record = made(XNORSettings(), model, torch.empty(1, 3, 32, 32)).record()
-    assert record.params == dense + rows + 2 * inputs
-    assert record.bits == binary + 32 * (dense - binary + rows + 2 * inputs)
-    assert record.relative_bits == record.bits / (32 * dense)
-    # the papers divide all parameters by 32
-    assert 1 / 32 < record.relative_bits < 1.6 / 32
-    assert round(dense / 32 / 1e6, 3) == {"ResNet-18": 0.349, "VGG-19": 0.643}[bits_of]
-
-
-def test_xnor_leaves_first_and_last_and_what_it_is_told() -> None:
-    model = XNORSettings(real=["fc1"]).prepare(LeNet())
-    kinds = {name: type(module) for name, module in model.named_children()}
-    assert [name for name, kind in kinds.items() if kind is Binary] == ["conv2", "fc2"]
-    depthwise = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)
-    )
-    made_binary = XNORSettings().prepare(depthwise)
-    assert [type(m) for m in made_binary] == [nn.Conv2d, nn.Conv2d, Binary, nn.Conv2d]
-
-
-def test_a_binary_model_is_exported(tmp_path: Any) -> None:
-    model = XNORSettings().prepare(LeNet()).eval()
-    x = torch.randn(2, 1, 28, 28)
-    program = torch.export.export(model, (x,))
-    torch.testing.assert_close(program.module()(x), model(x))

@@ -71,8 +71,9 @@ def test_a_corrected_model_is_closer_to_the_original_on_other_data(pair):
     count = correct(model, teacher, list(x.split(64)), progress=lambda *done: told.append(done))
     assert error(model, teacher, fresh) < 0.95 * before
     assert lod.ranks(model) == ranks
-    assert count == len(ranks)
-    assert told[-1] == (count, count)
+    few = "7" in ranks and ranks["7"] == 4  # 256 positions for 256 inputs: nothing can be fitted
+    assert count == len(ranks) - few
+    assert told[-1] == (len(ranks), len(ranks))
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 

@@ -41,6 +41,29 @@ def test_a_shared_head_comes_back(name: str, tmp_path: Path) -> None:
     assert distance(run(model, inputs), run(loaded, inputs)) == 0.0
 
 
+def test_what_a_trainer_saved_comes_back(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    from maestro_lod.integrations.huggingface_trainer import LoDCallback
+
+    rows = [{key: value[0] for key, value in ZOO["llama"].inputs().items()} for _ in range(4)]
+    arguments = TrainingArguments(
+        str(tmp_path), num_train_epochs=2, use_cpu=True, report_to=[], save_strategy="epoch",
+        disable_tqdm=True, dataloader_pin_memory=False, learning_rate=0.05,
+    )  # fmt: skip
+    model = lod.decompose(ZOO["llama"]())
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.add_callback(LoDCallback(trainer, penalty=0.1, threshold=0.5, proximal=True))
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    assert sum(lod.ranks(model).values()) < sum(lod.ranks(lod.decompose(ZOO["llama"]())).values())
+    for directory in (tmp_path / "saved", tmp_path / "checkpoint-2"):
+        loaded = huggingface.from_pretrained(directory)
+        inputs = ZOO["llama"].inputs()
+        assert distance(run(model, inputs), run(loaded, inputs)) == 0.0
+
+
 def test_fewer_ranks_are_kept_and_one_size_stays_one(tmp_path: Path) -> None:
     model, inputs = shrunk("llama"), ZOO["llama"].inputs()
     model.save_pretrained(tmp_path / "every")

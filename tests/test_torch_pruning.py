@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from maestro_lod.app.compare.contenders import contender
 from maestro_lod.app.models import LeNet, resnet18_small
@@ -67,6 +68,21 @@ def test_what_cannot_be_reached_is_refused_before_anything_is_written(tmp_path: 
     with pytest.raises(OptionError, match=r"torch-pruning leaves .* 4 cannot be reached"):
         Run.create(recipe, tmp_path / "run").train()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_the_package_cannot_follow_is_refused_in_one_line() -> None:
+    from maestro_lod.integrations.torch_pruning import prune
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("not on this input")
+
+    with pytest.raises(OptionError, match=r"cannot prune Branching \(RuntimeError: not on this"):
+        prune(Branching(), torch.randn(1, 4), 3)
 
 
 def test_without_the_package_one_line_says_what_to_install(

@@ -60,10 +60,10 @@ def test_packed_sequences_show_what_they_show_one_by_one(build):
 
 def test_a_loss_says_how_much_the_gates_count():
     torch.manual_seed(0)
-    model, x = nn.RNN(3, 4, batch_first=True), torch.randn(2, 1, 3)
-    found = calibrate(model, [(x, None)], loss=lambda output, _: output[0].sum())
+    model, x, start = nn.RNN(3, 4, batch_first=True), torch.randn(2, 1, 3), torch.randn(1, 2, 4)
+    found = calibrate(model, [((x, start), None)], loss=lambda output, _: output[0].sum())
     assert found.has_gradients
-    slope = (1 - model(x)[0].square()).detach()[:, 0]  # of tanh
+    slope = (1 - model(x, start)[0].square()).detach()[:, 0]  # of tanh
     for name in ("weight_ih_l0", "weight_hh_l0"):
         torch.testing.assert_close(
             found.moments[name].outputs[0].float(), slope.T @ slope, rtol=1e-4, atol=1e-5

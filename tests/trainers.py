@@ -34,8 +34,8 @@ def samples(count: int = 36) -> tuple[Tensor, Tensor]:
     return x, (x[:, 0] * 2).round().clamp(-1, 1).long() + 1
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    x, y = samples()
+def batches(count: int = 36) -> list[tuple[Tensor, Tensor]]:
+    x, y = samples(count)
     return list(zip(x.split(BATCH), y.split(BATCH), strict=True))
 
 
@@ -53,15 +53,15 @@ def by_hand(
     *,
     epochs: int = EPOCHS,
     bf16: bool = False,
-    make_optimizer: Callable[[Iterable[Tensor]], optim.Optimizer] = sgd,
+    count: int = 36,
     **options: Any,
 ) -> LoD:
     """Train by a loop of one's own: accumulation, clipping, a scheduler; `weight` is of batch i."""
     model = low_rank_network()
-    optimizer = make_optimizer(model.parameters())
+    optimizer = sgd(model.parameters())
     scheduler = decay(optimizer)
     train = LoD(model, optimizer, **(OPTIONS | options))
-    data = batches()
+    data = batches(count)
     for epoch in range(epochs):
         for i, (x, y) in enumerate(data):
             with train.step():

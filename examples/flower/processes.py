@@ -6,6 +6,7 @@ On several machines the same commands run there, with addresses and certificates
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -39,13 +40,11 @@ def wait_for(port: int, seconds: int = 120) -> None:
 
 
 def main(file: Path) -> int:
-    fleet, control, runtime, *nodes = free_ports(3 + len(TIERS))
+    link, *nodes = free_ports(1 + len(TIERS))
     started: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as home:
-        config = (
-            f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{control}"'
-        )
-        (Path(home) / "config.toml").write_text(config + "\ninsecure = true\n")
+        address = f'[superlink.here]\naddress = "127.0.0.1:{link}"\ninsecure = true\n'
+        (Path(home) / "config.toml").write_text(address)
         path = os.pathsep.join([str(BIN), os.environ["PATH"]])  # a SuperLink starts others by name
         told = {"FLWR_HOME": home, "FLWR_TELEMETRY_ENABLED": "0", "PATH": path}
         environment = os.environ | told
@@ -55,17 +54,15 @@ def main(file: Path) -> int:
             started.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
 
         try:
-            start(
-                "flower-superlink", "--fleet-api-address", f"127.0.0.1:{fleet}",
-                "--control-api-address", f"127.0.0.1:{control}", "--port", str(runtime),
-                "--host", "127.0.0.1",
-            )  # fmt: skip
+            # apps run in this environment: nothing is downloaded
+            here = ("--host", "127.0.0.1", "--disable-runtime-dependency-installation")
+            start("flower-superlink", "--port", str(link), *here)
+            wait_for(link)
             for part, (tier, port) in enumerate(zip(TIERS, nodes, strict=True)):
                 start(
-                    "flower-supernode", "--superlink", f"127.0.0.1:{fleet}", "--port", str(port),
+                    "flower-supernode", "--superlink", f"127.0.0.1:{link}", "--port", str(port),
                     "--node-config", f"partition-id={part} tier={tier}",
                 )  # fmt: skip
-            wait_for(control)
             run = [BIN / "flwr", "run", HERE, "here", "--stream", "-c", f'file="{file.resolve()}"']
             done = subprocess.run([*map(str, run)], env=environment, check=False)
         finally:
@@ -77,4 +74,5 @@ def main(file: Path) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the others too
     sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "model.safetensors")))

@@ -20,7 +20,8 @@ client = ClientApp()
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return lod.decompose(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)))
+    dense = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+    return lod.decompose(dense, skip=["2"])  # four classes need four ranks
 
 
 def samples(part: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from maestro_lod.app.binding import require_same_weights, weights_digest
 from maestro_lod.app.data import Data
+from maestro_lod.app.report import write_report
 from maestro_lod.app.run import Run
 from maestro_lod.app.setup import loss_of, optimizer_of
 from maestro_lod.calls import as_call, with_tensors
@@ -128,7 +129,7 @@ def find_frontier(
     cost: str = "macs",
     progress: Progress | None = None,
 ) -> Frontier:
-    """Search the sizes of a run's model, and write them to frontier.json and the elastic file.
+    """Search the sizes of a run's model; write them to frontier.json, its file and its report.
 
     A search that was stopped goes on where it was.
     """
@@ -148,6 +149,7 @@ def find_frontier(
         if trained.low_rank:  # one file, every size, and how to choose among them
             save(trained.model, run.model_file, frontier=found)
         journal.unlink(missing_ok=True)
+        write_report([run.directory], run.directory / "report.html")
     return found
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from maestro_lod.app.data.cache import cache_directory
+from maestro_lod.app.cache_directory import cache_directory
 from maestro_lod.errors import OptionError, listed
 
 

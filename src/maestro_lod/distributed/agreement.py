@@ -7,7 +7,7 @@ models drift apart, without a word.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -22,6 +22,7 @@ from maestro_lod.distributed.processes import (
     told_by_all,
 )
 from maestro_lod.errors import TrainingError
+from maestro_lod.layers.ranks import ranks
 
 if TYPE_CHECKING:
     from maestro_lod.train.lod import LoD
@@ -63,16 +64,16 @@ class Agreement:
         group = self.wrappers[0].process_group if self.wrappers else shard_group(self._model)
         return group if group is not None and group.size() > 1 else None
 
-    def before_step(self, facts: Callable[[], Facts]) -> None:
+    def before_step(self, train: LoD) -> None:
         """Compare processes if it is time."""
         if (group := self.group) is None:
             return
         if self._at_first is None:
-            self._at_first = facts()
+            self._at_first = _facts(train)
         if any(map(joining, self.wrappers)):
             self._joined = True  # some may have stopped, and would not answer
         elif self._steps % EVERY == 0:
-            require_agreement(facts(), group)
+            require_agreement(_facts(train), group)
         self._steps += 1
 
     def end_epoch(self, train: LoD) -> None:
@@ -83,11 +84,11 @@ class Agreement:
         """
         if (group := self.group) is None:
             return
-        require_agreement(self._at_first or train.facts(), group)
+        require_agreement(self._at_first or _facts(train), group)
         steps = told_by_all((self._steps, self._joined), group)
         counts = [count for count, _ in steps]
         if min(counts) == max(counts):
-            require_agreement(train.facts(), group)
+            require_agreement(_facts(train), group)
             return
         if not any(joined for _, joined in steps):
             raise TrainingError(
@@ -98,3 +99,13 @@ class Agreement:
         of_optimizer, of_train = told_by(counts.index(max(counts)), state, group)
         train.optimizer.load_state_dict(of_optimizer)
         train.load_state_dict(of_train)
+
+
+def _facts(train: LoD) -> Facts:
+    """Say what must be the same in all processes that train a model."""
+    return {
+        "the ranks of the model": ranks(train.model),
+        "the options of LoD": f"penalty={train.penalty!r} threshold={train.threshold!r} "
+        f"min_rank={train.min_rank} proximal={train.proximal} {train.passes}",
+        "the ranks to draw (seed and steps so far)": train.sampler.fingerprint(),
+    }

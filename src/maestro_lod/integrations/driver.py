@@ -129,12 +129,12 @@ def follow_loading(model: nn.Module) -> RemovableHandle:
 
     It is a trainer that loads: checkpoints to go on from, and the best one at the end.
     """
-
-    def match(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        match_ranks(module, state, prefix)
-
-    handle: RemovableHandle = model.register_load_state_dict_pre_hook(match)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = model.register_load_state_dict_pre_hook(_match)  # type: ignore[no-untyped-call]
     return handle
+
+
+def _match(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    match_ranks(module, state, prefix)
 
 
 def schedule_of(scheduler: object) -> Schedule | None:

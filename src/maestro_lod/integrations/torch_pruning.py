@@ -98,11 +98,22 @@ def prune(model: nn.Module, example: Any, limit: int) -> nn.Module:
     call = as_call(example)
     if call.kwargs:
         raise OptionError("torch-pruning takes models whose inputs are not named.")
+    try:
+        return _pruned(model, tuple(call.args), limit)
+    except OptionError:
+        raise
+    except Exception as error:  # it has limits of its own
+        raise OptionError(
+            f"torch-pruning cannot prune {type(model).__name__} ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _pruned(model: nn.Module, inputs: tuple[Any, ...], limit: int) -> nn.Module:
     matrices = [m for m in model.modules() if isinstance(m, nn.Linear | _ConvNd)]
     training = model.training
     pruner = torch_pruning.pruner.MagnitudePruner(
         model,
-        tuple(call.args),
+        inputs,
         importance=torch_pruning.importance.MagnitudeImportance(p=2),
         global_pruning=True,
         pruning_ratio=1.0,

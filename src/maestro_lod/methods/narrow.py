@@ -52,8 +52,12 @@ class NarrowSettings(SizedSettings):
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
-    ) -> Staged:
-        return Staged(model, optimizer, example=example, dense=dense)
+    ) -> Narrow:
+        return Narrow(model, optimizer, example=example, dense=dense)
+
+
+class Narrow(Staged):
+    """Trains a narrower model as it is, and compares it with the one of full width."""
 
 
 def widest(at: Callable[[int], int | None], width: int, dense: int, share: float) -> int:

@@ -50,10 +50,17 @@ def amount(cost: Cost, measure: Measure) -> int:
     return cost.params if measure == "params" else cost.macs or 0
 
 
-def require_reachable(size: float, least: float, why: str) -> None:
-    """Refuse a size below the least one that there is."""
+def require_reachable(size: float, least: float, why: str, more: str = "") -> None:
+    """Refuse a size below the least one that there is; `more` is what would make it smaller."""
     if size < least:
-        raise OptionError(f"size={size:g} cannot be reached: {why}, {least:.4g} is the least.")
+        raise OptionError(
+            f"size={size:g} cannot be reached: {why}, {least:.4g} of the dense model is left. Give "
+            f"that or more{more}."
+        )
+
+
+RANK_1 = "with rank 1 in every layer that is decomposed"
+MORE_LAYERS = ", or decompose more layers (keep_ends=false, decompose.skip)"
 
 
 def full_rank_costs(
@@ -78,7 +85,7 @@ def ranks_of_size(
         return amount(costs.at(at(share)), measure) <= size * amount(costs.dense, measure)
 
     least = amount(costs.at(at(0.0)), measure) / amount(costs.dense, measure)
-    require_reachable(size, least, "with rank 1 in every layer that is decomposed")
+    require_reachable(size, least, RANK_1, MORE_LAYERS)
     return at(largest_share(fits))
 
 

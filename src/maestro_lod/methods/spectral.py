@@ -19,7 +19,13 @@ from maestro_lod.errors import OptionError
 from maestro_lod.layers.svd import svd_factors
 from maestro_lod.methods.factorized import Factorizing
 from maestro_lod.methods.frobenius import FrobeniusDecay, Pair
-from maestro_lod.methods.sizes import SizedSettings, largest_share, require_reachable
+from maestro_lod.methods.sizes import (
+    MORE_LAYERS,
+    RANK_1,
+    SizedSettings,
+    largest_share,
+    require_reachable,
+)
 from maestro_lod.methods.stages import Staged
 from maestro_lod.planning import Plan
 from maestro_lod.train.method import setting
@@ -60,7 +66,7 @@ class SpectralSettings(Factorizing, SizedSettings):
             return dense + sum(r * sum(shapes[n]) - shapes[n].numel() for n, r in ranks.items())
 
         least = params(at(0.0)) / dense
-        require_reachable(size, least, "with rank 1 in every layer that is factorized")
+        require_reachable(size, least, RANK_1, MORE_LAYERS)
         return at(largest_share(lambda share: params(at(share)) <= size * dense))
 
     def make(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -41,6 +42,11 @@ class Staged(Dense):
         if self.optimizer is not optimizer or self.model is not unwrapped(model):
             kind = type(self).__name__
             raise OptionError(f"{kind} was made for another model or optimizer than fit was given.")
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise OptionError(
+                f"{type(self).__name__} trains in one process: what it exchanges, masks or adds to "
+                "gradients, DistributedDataParallel would not see. Give the inner model."
+            )
         epochs = self.plan.epochs or plan.epochs
         self.plan = RunPlan(epochs, plan.steps_per_epoch, plan.schedule, plan.loss_of)
 
@@ -77,11 +83,10 @@ class Staged(Dense):
         return None
 
     def record(self) -> MethodRecord:
-        low_rank = bool(low_rank_layers(self.model))
+        if low_rank_layers(self.model):
+            sizes = self.ledger.sizes(self.model)
+            return MethodRecord(**sizes, ranks=ranks(self.model), phase=self.stage)
         params, macs = count_params(self.model), self._macs
-        if low_rank:
-            deployed = self.ledger.deployed(self.model)
-            params, macs = deployed.params, deployed.macs or 0
         return MethodRecord(
             params=params,
             macs=macs,
@@ -89,13 +94,11 @@ class Staged(Dense):
             relative_macs=macs / self.dense.macs if self.dense.macs else None,
             bits=count_bits(self.model, params),
             relative_bits=params / self.dense.params,
-            ranks=ranks(self.model) if low_rank else {},
             phase=self.stage,
         )
 
     def training_cost(self) -> dict[str, float | None]:
-        kinds = ("relative_params", "relative_macs", "relative_executed_macs")
-        return {kind: getattr(self.ledger, kind) for kind in kinds}
+        return self.ledger.relative()
 
     def state_dict(self) -> dict[str, Any]:
         return {"epochs": self.plan.epochs, "ledger": self.ledger.state_dict()}
@@ -121,6 +124,7 @@ def exchange(model: nn.Module, optimizer: Optimizer, change: Callable[[], nn.Mod
     held = {name: place[id(p)] for name, p in model.named_parameters() if id(p) in place}
     flat = {name for name, p in model.named_parameters() if p.ndim <= 1}
     left_out = {id(p) for p in model.parameters()} - {*place}
+    channels_last = any(_is_channels_last(p) for p in model.parameters())
     if len(held) < len(place):
         raise TrainingError("the optimizer holds parameters that are not the model's.")
     if change() is not model:
@@ -128,6 +132,8 @@ def exchange(model: nn.Module, optimizer: Optimizer, change: Callable[[], nn.Mod
             f"a bare {type(model).__name__} cannot change while it trains. Put it into a module: "
             "nn.Sequential(layer)."
         )
+    if channels_last:  # as a run that is resumed will have it
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         alike = [old for old in held if (old in flat) == (parameter.ndim <= 1)]
@@ -136,6 +142,11 @@ def exchange(model: nn.Module, optimizer: Optimizer, change: Callable[[], nn.Mod
     for i, group in enumerate(groups):
         group["params"][:] = [p for name, p in model.named_parameters() if found.get(name) == i]
     optimizer.state.clear()
+
+
+def _is_channels_last(parameter: Tensor) -> bool:
+    last = parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+    return last and not parameter.is_contiguous()
 
 
 def _closeness(old: str, new: str) -> tuple[bool, int]:

@@ -34,12 +34,15 @@ class Calibration:
 
     @property
     def unseen(self) -> list[str]:
-        """The layers that no sample reached: they are split by their weights alone."""
-        return [
-            name
-            for name, seen in self.moments.items()
-            if seen.inputs is None and seen.outputs is None
-        ]
+        """What no sample reached, layers and experts of layers: split by their weights alone."""
+        found = []
+        for name, seen in self.moments.items():
+            reached = [] if seen.inputs is None else seen.inputs.flatten(1).any(1).tolist()
+            if not any(reached) and seen.outputs is None:
+                found.append(name)
+            elif not all(reached):
+                found.append(f"{name} ({reached.count(False)} of {len(reached)})")
+        return found
 
     @property
     def has_gradients(self) -> bool:
@@ -73,8 +76,13 @@ class Calibration:
         return found / seen.count if seen.has_gradients else found
 
     def _of(self, name: str) -> Moments | None:
-        seen = self.moments.get(name)
-        return None if seen is None or (seen.inputs is None and seen.outputs is None) else seen
+        if name not in self.moments:
+            raise LayerError(
+                f"calibration knows no layer {name or '(the model itself)'}: it is of another "
+                "model, or was made with another only, skip or tied. Calibrate with the same."
+            )
+        seen = self.moments[name]
+        return None if seen.inputs is None and seen.outputs is None else seen
 
 
 def calibrate(
@@ -91,9 +99,9 @@ def calibrate(
 
     With `loss(output, target)` the gradients of each layer's outputs are seen too: errors then
     count by what they do to the loss, and layers can be compared. Moments take at most `memory`
-    bytes at a time, else the batches are gone through several times. A layer that no batch reaches
-    is named in a warning and will be split by its weights alone; values that are not finite are
-    refused.
+    bytes at a time, else the batches are gone through several times. Layers that no batch reaches,
+    and experts without tokens, are named in a warning and will be split by their weights alone;
+    values that are not finite are refused.
     """
     model = unwrapped(model)
     plan = Plan(model, only=only, skip=skip, ranks=None, tied=tied)
@@ -102,10 +110,11 @@ def calibrate(
         raise LayerError(f"no layer of {type(model).__name__} can be calibrated.")
     data = list(batches) if isinstance(batches, Iterator) else batches
     found = Calibration(layers)
+    found.moments |= {head: Moments() for head in plan.heads}  # until they join their embeddings
     for part in _parts(layers, memory, gradients=loss is not None):
         _pass(Observer(model, plan, part, found.moments, gradients=loss is not None), data, loss)
-    for embedding in plan.heads.values():
-        found.moments[embedding].use_twice()
+    for head, embedding in plan.heads.items():
+        found.moments[embedding].join_head(found.moments.pop(head))
     if found.unseen:
         warnings.warn(
             f"no calibration sample reached {listed(found.unseen)}: split by weights alone.",

@@ -42,15 +42,22 @@ class Moments:
         else:
             known += moment
 
-    def use_twice(self) -> None:
-        """Let the rows of an embedding that is an output head too count the same, as it needs.
+    def join_head(self, head: Moments) -> None:
+        """Take over what was seen of an output head that uses the rows of this embedding too.
 
-        What the head multiplies and what is looked up count half each; gradients are left out.
+        Every row is scored at every position, so that all of them count the same. With gradients
+        both uses count by what they do to the loss, else half each.
         """
-        if self.inputs is not None:
-            usual = self.inputs.diagonal(dim1=1, dim2=2).mean()
-            self.inputs += usual * torch.eye(self.inputs.shape[1], device=self.inputs.device)
-            self.outputs, self.has_gradients = None, False
+        if head.inputs is None:
+            return
+        if self.inputs is not None and head.outputs is not None:
+            looked_up = self.count / head.outputs.shape[1] * self.inputs
+            self.inputs = head.outputs.mean() * head.inputs + looked_up
+        else:
+            usual = head.inputs.diagonal(dim1=1, dim2=2).mean()
+            self.inputs = head.inputs + usual * torch.eye(head.inputs.shape[1]).to(usual)
+            self.has_gradients = False
+        self.outputs = None
 
 
 class Observer:
@@ -67,7 +74,7 @@ class Observer:
     ) -> None:
         self.model, self._plan, self._layers, self._moments = model, plan, layers, moments
         self._gradients, self.batch = gradients, 0
-        self._outputs: list[tuple[str, Tensor]] = []
+        self._outputs: list[tuple[str, Tensor, Any]] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -85,7 +92,7 @@ class Observer:
                 hook(modules[name], self._seen(name))
             for head, embedding in self._plan.heads.items():
                 if embedding in self._layers:
-                    hook(modules[head], self._head_seen(embedding))
+                    hook(modules[head], self._head_seen(head))
             for name in wholes:
                 hook(modules[name], self._opened(name, modules[name]))
             hooks.enter_context(_without_nested_tensors(self.model))
@@ -100,20 +107,22 @@ class Observer:
                 with torch.no_grad():
                     for rows in rows_of(layer, *inputs):
                         self._add(name, rows)
-            return self._remember(name, output) if self._gradients else None
+            return self._remember(name, output, inputs) if self._gradients else None
 
         return look
 
-    def _remember(self, name: str, output: Tensor) -> Tensor | None:
+    def _remember(self, name: str, output: Tensor, inputs: Any = ()) -> Tensor | None:
         """Keep an output for its gradient; frozen layers give one that has it instead of theirs."""
         frozen = not output.requires_grad
-        self._outputs.append((name, output.detach().requires_grad_() if frozen else output))
-        return self._outputs[-1][1].clone() if frozen else None
+        seen = output.detach().requires_grad_() if frozen else output
+        self._outputs.append((name, seen, inputs))
+        return seen.clone() if frozen else None
 
-    def _head_seen(self, embedding: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _head_seen(self, head: str) -> Callable[..., Tensor | None]:
+        def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
             rows = next(iter((*args, *kwargs.values())))
-            self._add(embedding, [rows.detach().reshape(-1, rows.shape[-1])])
+            self._add(head, [rows.detach().reshape(-1, rows.shape[-1])])
+            return self._remember(head, output) if self._gradients else None
 
         return look
 
@@ -136,7 +145,7 @@ class Observer:
             if (full := f"{name}.{part}".lstrip(".")) in self._layers:
                 self._add(full, [rows])
                 if self._gradients and product.requires_grad:
-                    self._outputs.append((full, product))
+                    self._outputs.append((full, product, ()))
 
         def again(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
             return unrolled(module, *args, **kwargs, see=see)  # None leaves the output as it is
@@ -166,15 +175,18 @@ class Observer:
     def differentiate(self, loss: Tensor) -> None:
         """Add what the loss says about the outputs of all layers that were called."""
         outputs, self._outputs = self._outputs, []
-        gradients = torch.autograd.grad(loss, [y for _, y in outputs], allow_unused=True)
-        for (name, _), gradient in zip(outputs, gradients, strict=True):
-            layer = self._layers[name]
-            rows = None if gradient is None else output_rows_of(layer, gradient)
+        gradients = torch.autograd.grad(loss, [y for _, y, _ in outputs], allow_unused=True)
+        for (name, _, inputs), gradient in zip(outputs, gradients, strict=True):
+            if gradient is None:
+                continue
+            layer = self._layers.get(name)
+            of_head = [gradient.reshape(-1, gradient.shape[-1])]
+            rows = of_head if layer is None else output_rows_of(layer, gradient, *inputs)
             if rows is None:
                 continue
             # what an embedding puts out are its columns; its rows count by what is looked up
             side = "inputs" if isinstance(layer, LowRankEmbedding) else "outputs"
-            wide = rows[0].shape[1] > LARGEST_OUTPUT
+            wide = layer is None or rows[0].shape[1] > LARGEST_OUTPUT
             self._moments[name].add(side, (self._diagonal if wide else self._moment)(name, rows))
             self._moments[name].has_gradients = True
 

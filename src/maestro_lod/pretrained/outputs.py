@@ -69,7 +69,7 @@ def _names_scores(output: Any) -> bool:
 
 def _generator(like: Tensor) -> torch.Generator:
     """Return a generator that depends on the output alone: the same data, the same calibration."""
-    seed = int(like.detach().double().abs().sum().remainder(2**31))
+    seed = int(like.detach().double().abs().sum().nan_to_num().remainder(2**31))
     return torch.Generator(like.device).manual_seed(seed)
 
 

@@ -47,7 +47,7 @@ def _(layer: LowRankConv, *inputs: Any) -> Iterator[Rows]:
     x = x if x.ndim == dims + 2 else x[None]
     size = max(1, layer.positions_of(x[:1]) * layer.groups * layer.matrix_shape[1])
     for part in x.split(max(1, _SCALARS_AT_ONCE // size)):
-        yield _by_group(_patches(layer, part), layer.groups, dims)
+        yield _by_group(_patches(layer, part, layer._paddings()), layer.groups, dims)
 
 
 @rows_of.register
@@ -63,35 +63,51 @@ def _(layer: LowRankStack, *inputs: Any) -> Iterator[Rows]:
 
 
 @singledispatch
-def output_rows_of(layer: LowRank, output: Tensor) -> Rows | None:
-    """Return outputs as rows (positions, m) for each group, None for kinds that cannot be."""
+def output_rows_of(layer: LowRank, output: Tensor, *inputs: Any) -> Rows | None:
+    """Return outputs, or their gradients, as rows (positions, m) for each group.
+
+    None is for kinds of which they are not known. The inputs are those that gave the outputs.
+    """
     return None
 
 
 @output_rows_of.register
-def _(layer: LowRankLinear, output: Tensor) -> Rows | None:
+def _(layer: LowRankLinear, output: Tensor, *inputs: Any) -> Rows | None:
     return [output.reshape(-1, layer.out_features)]
 
 
 @output_rows_of.register
-def _(layer: LowRankMatrix, output: Tensor) -> Rows | None:
+def _(layer: LowRankMatrix, output: Tensor, *inputs: Any) -> Rows | None:
     return [output.reshape(-1, layer.matrix_shape[0])]
 
 
 @output_rows_of.register
-def _(layer: LowRankEmbedding, output: Tensor) -> Rows | None:
+def _(layer: LowRankEmbedding, output: Tensor, *inputs: Any) -> Rows | None:
     return [output.reshape(-1, layer.embedding_dim)]
 
 
 @output_rows_of.register
-def _(layer: LowRankConv, output: Tensor) -> Rows | None:
+def _(layer: LowRankConv, output: Tensor, *inputs: Any) -> Rows | None:
     dims = layer.dimensions
     return _by_group(output if output.ndim == dims + 2 else output[None], layer.groups, dims)
 
 
-def _patches(layer: LowRankConv, x: Tensor) -> Tensor:
-    """Return the patches (N, channels, *positions, *kernel) that a convolution multiplies by."""
-    amounts = [amount for both in reversed(layer._paddings()) for amount in both]
+@output_rows_of.register
+def _(layer: LowRankConvTranspose, output: Tensor, *inputs: Any) -> Rows | None:
+    dims = layer.dimensions  # each input position adds a patch to the outputs
+    output = output if output.ndim == dims + 2 else output[None]
+    amounts = [(amount, amount) for amount in layer.padding]
+    return _by_group(_patches(layer, output, amounts), layer.groups, dims)
+
+
+@output_rows_of.register
+def _(layer: LowRankStack, output: Tensor, *inputs: Any) -> Rows | None:
+    return torch.split(output, inputs[1].bincount(minlength=layer.groups).tolist())
+
+
+def _patches(layer: Any, x: Tensor, paddings: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the patches (N, channels, *positions, *kernel) under a convolution's kernel."""
+    amounts = [amount for both in reversed(paddings) for amount in both]
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     x = F.pad(x, amounts, mode=mode)
     for i, (size, step) in enumerate(zip(layer.kernel_size, layer.stride, strict=True)):

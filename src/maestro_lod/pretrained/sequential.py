@@ -30,6 +30,7 @@ from maestro_lod.train.evaluate import call, device_of, in_mode, on_device, reca
 
 # How strongly a fitted layer is held to the original one, against what its inputs say.
 _HOLD = 0.1
+_ENOUGH = 4  # positions for each input of a layer: by fewer nothing can be fitted
 
 
 @torch.no_grad()
@@ -45,9 +46,9 @@ def correct(
 
     The model keeps its ranks, and each number of ranks stays the best of its layer; BatchNorms get
     statistics of their own. Gradients in `calibration` weigh errors of outputs as they did when
-    the model was decomposed. Layers of other kinds, and those that one call of the model uses more
-    than once, stay as they are. `progress` is told how many layers of how many are done. Returns
-    how many layers were fitted.
+    the model was decomposed. Layers of other kinds, those that one call of the model uses more than
+    once, and those with few positions in the data for each of their inputs, stay as they are.
+    `progress` is told how many layers of how many are done. Returns how many were fitted.
     """
     model, teacher = unwrapped(model), unwrapped(teacher)
     require_low_rank(model)
@@ -61,16 +62,18 @@ def correct(
             module.training = isinstance(module, _BatchNorm)
         groups = _in_order(model, data[0])
         count = sum(map(len, groups))
-        done = 0
+        done = fitted = 0
         for group in groups:
             pair = _Pair.seen(original, model, group[0], data)
-            for name in group:
+            enough = pair.count >= _ENOUGH * pair.cut.shape[1]
+            for name in group if enough else ():
                 _fit(model, original, name, pair, calibration)
+                fitted += 1
             done += len(group)
             if progress is not None:
                 progress(done, count)
     recalibrate(model, [(inputs, None) for inputs in data])
-    return count
+    return fitted
 
 
 def _in_order(model: nn.Module, inputs: Any) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from maestro_lod.calls import Example
-from maestro_lod.cost import Cost, Costs, count_params
+from maestro_lod.cost import Cost, Costs, count_bits, count_params
 from maestro_lod.counting import DenseMacs, dense_macs
 from maestro_lod.layers.ranks import low_rank_layers, ranks
 from maestro_lod.layers.uses import Costed, uses_of
@@ -84,6 +84,20 @@ class Ledger:
     def deployed(self, model: nn.Module) -> Cost:
         """Return what the model costs as `extract` gives it at its current ranks."""
         return self.costs(model).at(ranks(model))
+
+    def sizes(self, model: nn.Module) -> dict[str, Any]:
+        """Return what the model is and costs deployed, by the names that a `MethodRecord` has."""
+        deployed = self.deployed(model)
+        share, macs = deployed.params / self.dense_params, deployed.macs
+        of_macs = None if macs is None or not self.dense_macs else macs / self.dense_macs
+        return {
+            "params": deployed.params,
+            "macs": macs,
+            "relative_params": share,
+            "relative_macs": of_macs,
+            "bits": count_bits(model, deployed.params),
+            "relative_bits": share,
+        }
 
     def _expected(
         self,

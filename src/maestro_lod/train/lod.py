@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.calls import Example
-from maestro_lod.cost import count_bits
 from maestro_lod.distributed.agreement import Agreement
 from maestro_lod.distributed.ddp import renew, wrappers_of
 from maestro_lod.distributed.fsdp import adopt_shards, shard_group
@@ -28,11 +28,10 @@ from maestro_lod.errors import (
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import require_all_active, require_low_rank, unwrapped
 from maestro_lod.train.budget import Landing
-from maestro_lod.train.elastic import Elastic, ElasticSampler, sampler_for
+from maestro_lod.train.elastic import Elastic, sampler_for
 from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.method import RunPlan
-from maestro_lod.train.order import order_ranks
 from maestro_lod.train.passes import Passes
 from maestro_lod.train.rank_penalty import RankPenalty
 from maestro_lod.train.record import MethodRecord
@@ -143,8 +142,7 @@ class LoD:
         if not same or self.model is not unwrapped(model):
             raise OptionError("LoD was made for another model or optimizer than fit was given.")
         self._penalty.start(plan)
-        if isinstance(self.sampler, ElasticSampler):
-            self.sampler.expect(plan.epochs)
+        self.sampler.expect(plan.epochs)
         self._epochs = plan.epochs
 
     # -- one step ------------------------------------------------------------------------------
@@ -179,10 +177,8 @@ class LoD:
             what = "sampling=Elastic(…)" if self.passes.elastic else "full_pass=True"
             raise OptionError(f"{what} needs two passes: use backward(forward, loss).")
         self._penalty.begin_step()
-        self._agreement.before_step(self.facts)
-        if isinstance(self.sampler, ElasticSampler):
-            return self.sampler.waits(self.epoch, self.ledger)
-        return self._penalty.whole_steps
+        self._agreement.before_step(self)
+        return self.sampler.waits(self.epoch, self.ledger) or self._penalty.whole_steps
 
     def penalty_loss(self) -> Tensor:
         """Return λ times the group lasso, to be added to the loss; zero in proximal mode."""
@@ -249,8 +245,7 @@ class LoD:
         self.epoch += 1
         self._penalty.use = None
         self._steps.new_epoch()
-        if isinstance(self.sampler, ElasticSampler):
-            self._prepare_sizes(self.sampler)
+        self.sampler.end_epoch(self.epoch, self.ledger, self.optimizer, self.ema)
         self._agreement.new_epoch()
         self._penalty.warn_of_floor(self.threshold, lost)
         return lost
@@ -264,13 +259,6 @@ class LoD:
         self._steps.measure(self.ledger)
         return keep if self.landing is None else self.landing.end_epoch(self.model)
 
-    def _prepare_sizes(self, sampler: ElasticSampler) -> None:
-        """Order ranks once the whole model was trained alone; then choose those of every size."""
-        if self.epoch == sampler.alone > 0:
-            order_ranks(self.model, self.optimizer, self.ema)
-        if self.epoch >= sampler.alone:
-            sampler.build(self.ledger.costs(self.model))
-
     def _cut(self, keep: Mapping[str, int]) -> dict[str, int]:
         return cut(self.model, keep, self.optimizer, self.ema, self._agreement.wrappers)
 
@@ -283,38 +271,21 @@ class LoD:
 
     def record(self) -> MethodRecord:
         """Say what the model is and would cost now, deployed."""
-        deployed, dense_macs = self.ledger.deployed(self.model), self.ledger.dense_macs
-        params, macs = deployed.params, deployed.macs
-        note = None
-        if self.landing is None and self.threshold is not None and self._epochs is not None:
-            share, passed = params / self.ledger.dense_params, (self.epoch, self._epochs)
-            note = unshrunk(self._layers, share, self.penalty, *passed)
-        return MethodRecord(
-            params=params,
-            macs=macs,
-            relative_params=params / self.ledger.dense_params,
-            relative_macs=None if macs is None or not dense_macs else macs / dense_macs,
-            bits=count_bits(self.model, params),
-            relative_bits=params / self.ledger.dense_params,
+        record = MethodRecord(
+            **self.ledger.sizes(self.model),
             ranks={name: layer.rank for name, layer in self._layers.items()},
             penalty=self.penalty,
             budget=None if self.landing is None else self.landing.share,
             phase=None if self.landing is None else self.landing.phase,
-            note=note,
         )
+        if self.landing is not None or self.threshold is None or self._epochs is None:
+            return record
+        share, passed = record.relative_params or 0.0, (self.epoch, self._epochs)
+        return replace(record, note=unshrunk(self._layers, share, self.penalty, *passed))
 
     def training_cost(self) -> dict[str, float | None]:
         """Return what training has cost so far, relative to training the dense model."""
         return self.ledger.relative()
-
-    def facts(self) -> dict[str, object]:
-        """Say what must be the same in all processes that train this model."""
-        return {
-            "the ranks of the model": {name: layer.rank for name, layer in self._layers.items()},
-            "the options of LoD": f"penalty={self.penalty!r} threshold={self.threshold!r} "
-            f"min_rank={self.min_rank} proximal={self.proximal} {self.passes}",
-            "the ranks to draw (seed and steps so far)": self.sampler.fingerprint(),
-        }
 
     # -- resume --------------------------------------------------------------------------------
 

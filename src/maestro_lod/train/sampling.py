@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.errors import OptionError, TrainingError, listed, nearest, require_whole
 from maestro_lod.layers.ranks import require_low_rank
+
+if TYPE_CHECKING:
+    from maestro_lod.train.ledger import Ledger
 
 STRATEGIES = {
     "pairs": "every (layer, rank) pair once in random order, then again (the paper's)",
@@ -44,6 +49,22 @@ class RankSampler:
         """Layers that are not drawn, because the model's forward never reaches them."""
         self._names: list[str] = []
         self._pending: list[list[int]] = []  # [layer index, rank] not yet drawn; the last is next
+
+    # -- what a strategy may do as training goes on; most do nothing ------------------------------
+
+    def expect(self, epochs: int) -> None:
+        """Plan for a run of so many epochs."""
+
+    def waits(self, epoch: int, ledger: Ledger) -> bool:
+        """Say whether nothing is drawn in an epoch, because the whole model is trained alone."""
+        return False
+
+    def end_epoch(
+        self, epochs: int, ledger: Ledger, optimizer: Optimizer, ema: AveragedModel | None
+    ) -> None:
+        """Go by what the weights have become after so many epochs."""
+
+    # -- drawing ---------------------------------------------------------------------------------
 
     def live_ranks(self) -> dict[str, int]:
         """Return the layers that can be drawn with their current ranks."""

@@ -89,7 +89,6 @@ def frontier(
     run = Run.open(directory, trust=trust)
     with search_bar(quiet) as progress:
         found = find_frontier(Trained.of(run), method=method, cost=cost, progress=progress)
-    write_report([directory], directory / "report.html")
     say(f"{found}\n\nwritten: {directory / 'frontier.json'}, {directory / 'report.html'}")
 
 

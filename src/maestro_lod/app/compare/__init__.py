@@ -50,6 +50,7 @@ def compare(
         Path(out),
     )  # fmt: skip
     data = data_of(plan.base)  # says so if it is missing, before anything is trained
+    plan.require_data(data)
     dense = cost_of(dense_model_of(plan.base, data), data.example)
     runner = Runner(plan, tuple(methods), watchers, say, stop)
     runner.work()

@@ -25,7 +25,7 @@ class Contender:
     method: str
     """As recipes have it."""
     settings: tuple[str, ...] = ()
-    """key=value, in place of what the recipe says."""
+    """key=value, in place of what the recipe says; {smallest} is the smallest size."""
     cut: bool = False
     """Whether what was trained is cut to each size afterwards."""
 
@@ -40,11 +40,14 @@ class Contender:
         given: object = getattr(self.kind.at_size, "__func__", None)
         return not self.cut and given is not getattr(Settings.at_size, "__func__", None)
 
-    def changes(self, size: float | None) -> list[str]:
+    def chosen(self, smallest: float) -> list[str]:
+        """Return its own settings as key=value, given the smallest size of a comparison."""
+        return [change.format(smallest=f"{smallest:g}") for change in self.settings]
+
+    def at_size(self, size: float | None) -> list[str]:
         """Return the settings of a training for a size, or of the only one, as key=value."""
-        chosen = {} if size is None else self.kind.at_size(size)
-        sized = [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
-        return [f"method={self.method}", *self.settings, *sized]
+        given = {} if size is None else self.kind.at_size(size)
+        return [f"{key}={json.dumps(value)}" for key, value in given.items()]
 
     def has_use_for(self, change: str) -> bool:
         """Say whether a change of a recipe is about all methods, or about this one."""
@@ -53,10 +56,9 @@ class Contender:
         return key not in others
 
     @property
-    def trained_as(self) -> str:
-        """What its runs are called: contenders that train the same share them."""
-        place = self.method.partition(":")[0].rpartition(".")[2]
-        return ",".join([place, *self.settings])
+    def place(self) -> str:
+        """What its runs are called by: contenders that train the same share them."""
+        return self.method.partition(":")[0].rpartition(".")[2]
 
 
 def _keys(method: type[Settings]) -> set[str]:
@@ -64,7 +66,7 @@ def _keys(method: type[Settings]) -> set[str]:
 
 
 _PARTICULAR = {
-    "elastic": Contender("elastic", "lod", ("penalty=0", "sampling=several"), cut=True),
+    "elastic": Contender("elastic", "lod", ("elastic={smallest}",), cut=True),
     "svd": Contender("svd", "dense", cut=True),
     "svd-finetuned": Contender("svd-finetuned", "svd", ("finetune=0.25",)),
 }

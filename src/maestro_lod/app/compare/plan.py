@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from maestro_lod.app.compare.contenders import Contender
+from maestro_lod.app.data import Data
 from maestro_lod.app.recipe import Milestones, Recipe, load_recipe
 from maestro_lod.app.run import Run
 from maestro_lod.errors import OptionError, require_at_least_one
@@ -84,6 +85,19 @@ class Plan:
         return self.lr_trials > 1 or self.budget is not None
 
     @property
+    def keeps_apart(self) -> bool:
+        """Say whether trials keep validation data apart that the recipe trains on."""
+        return self.base.data.validation == 0.0 and ":" not in self.base.data.name
+
+    def require_data(self, data: Data) -> None:
+        """Refuse data that learning rates cannot be chosen on."""
+        if self.lr_trials > 1 and data.validation is None and not self.keeps_apart:
+            raise OptionError(
+                f"data {self.base.data.name!r} has no validation split: learning rates cannot be "
+                "chosen. Give --lr-trials 1, or data with one."
+            )
+
+    @property
     def rates(self) -> list[float]:
         """The learning rates to try: the recipe's, three times as much, a third, nine times, …"""
         steps = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(self.lr_trials)]
@@ -93,8 +107,7 @@ class Plan:
         """Return the trainings that a learning rate is chosen by, at the first size."""
         epochs, seed = self.lr_epochs or self.base.epochs, self.base.seed + _APART
         first = self.sizes[:1]
-        held_out = self.base.data.validation == 0.0 and ":" not in self.base.data.name
-        apart = [f"data.validation={_VALIDATION}"] if held_out else []
+        apart = [f"data.validation={_VALIDATION}"] if self.keeps_apart else []
         return [
             training
             for rate in self.rates
@@ -147,8 +160,12 @@ class Plan:
             *_stretched(self.base, pace.epochs),
             *changes,
         ]
-        recipe = load_recipe(self.recipe, [*mine, *contender.changes(size), *common])
-        name = [contender.trained_as, *([] if size is None else [f"size={size:g}"])]
+        own = contender.chosen(min(self.sizes))
+        sized = contender.at_size(size)
+        recipe = load_recipe(
+            self.recipe, [*mine, f"method={contender.method}", *own, *sized, *common]
+        )
+        name = [contender.place, *own, *([] if size is None else [f"size={size:g}"])]
         name += [f"lr={pace.rate:g}", f"epochs={pace.epochs}", f"seed={seed}", *changes]
         return Run(self.out / "runs" / ",".join(name), recipe)
 

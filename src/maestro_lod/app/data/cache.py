@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from maestro_lod.app.cache_directory import cache_directory
 from maestro_lod.app.data.sources import Source, file_checksum
 from maestro_lod.errors import DataError
 
@@ -25,11 +26,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
-
-
-def cache_directory() -> Path:
-    """Return where decoded data is kept: $LOD_CACHE, or ~/.cache/maestro-lod."""
-    return Path(os.environ.get("LOD_CACHE") or Path.home() / ".cache" / "maestro-lod")
 
 
 def cached(

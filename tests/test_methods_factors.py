@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -14,14 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
+from made import made
 from maestro_lod.app.models import MODELS, LeNet
-from maestro_lod.app.recipe import load_recipe
-from maestro_lod.app.setup import Builds, Setup, data_of, model_of
-from maestro_lod.cost import Cost, count_params, summary
-from maestro_lod.errors import OptionError
+from maestro_lod.cost import count_params, summary
 from maestro_lod.layers.conv import LowRankConv, LowRankConvTranspose
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.methods.cuttlefish import Cuttlefish, CuttlefishSettings, faster
 from maestro_lod.methods.frobenius import (
     FrobeniusDecay,
     Pair,
@@ -29,10 +25,8 @@ from maestro_lod.methods.frobenius import (
     low_rank_pairs,
 )
 from maestro_lod.methods.lod import Decomposition
-from maestro_lod.methods.narrow import NarrowSettings, widest
 from maestro_lod.methods.pufferfish import PufferfishSettings
 from maestro_lod.methods.spectral import FactorPair, SpectralSettings, factorized
-from maestro_lod.methods.stable_rank import StableRanks, slopes, smoothed, stable_rank
 from maestro_lod.methods.stages import epochs_of, exchange
 from maestro_lod.methods.svd import SVDSettings
 from maestro_lod.planning import Plan
@@ -44,16 +38,7 @@ from paper.counts import spectral, vgg19_wide
 IMAGE = torch.empty(1, 3, 32, 32)
 
 
-def made(settings: Any, model: nn.Module, example: Any, optimizer: Any = None) -> Any:
-    """The method of some settings, for a dense model."""
-    found = summary(model, example)
-    dense = Cost(found.params, found.macs, 0)
-    model = settings.prepare(model)
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-3)
-    return settings.make(model, optimizer, example=example, seed=0, dense=dense)
-
-
-# -- counts of the papers ------------------------------------------------------------------------
+# -- counts of the papers --------------------------------------------------------------------------
 
 
 def tied_transformer() -> nn.Module:
@@ -127,80 +112,7 @@ def test_pufferfish_is_as_large_as_a_size_allows(measure: Any, size: float) -> N
     assert share({name: min(r + 1, full[name]) for name, r in ranks.items()}) > size
 
 
-# -- narrow --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [0.9, 0.5, 0.25, 0.1, 0.05])
-@pytest.mark.parametrize("name", ["lenet", "resnet18_small", "vgg19_small", "transformer_small"])
-def test_narrow_takes_the_widest_that_fits_in_few_tries(name: str, size: float) -> None:
-    build, tries = MODELS[name], []
-    width = {"lenet": 120, "transformer_small": 128}.get(name, 16)
-    with torch.device("meta"):
-        dense = count_params(build())
-
-        def at(width: int) -> int | None:
-            tries.append(width)
-            try:
-                return count_params(build(width=width))
-            except OptionError:
-                return None
-
-        found = widest(at, width, dense, size)
-        sizes = {w: at(w) for w in range(1, width)}
-    assert found == max(w for w, n in sizes.items() if n is not None and n <= size * dense)
-    possible = [w for w in tries[: 1 - width] if sizes.get(w) is not None]
-    assert len(possible) <= 5
-
-
-def test_narrow_of_a_recipe_keeps_the_seed_and_the_options() -> None:
-    recipe = load_recipe("digits", ["method=narrow", "size=0.3", "model.options.width=60"])
-    data = data_of(recipe)
-    builds = Builds(recipe, data)
-    assert builds.width == 60
-    model = model_of(recipe, data)
-    assert count_params(model) <= 0.3 * count_params(builds())
-    same = builds(width=model.fc1.out_features)
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True)
-    )
-
-
-def wide(width: int = 8) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
-
-
-def fixed() -> nn.Module:
-    return wide()
-
-
-@pytest.mark.parametrize(("function", "works"), [("wide", True), ("fixed", False)])
-def test_a_function_of_ones_own_needs_a_width(
-    function: str, works: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
-    model = f"model=test_methods_lowrank:{function}"
-    recipe = load_recipe("digits", ["method=narrow", "size=0.51", model, "data.limit=64"])
-    if works:
-        assert Setup.of(recipe).model[1].out_features == 4
-    else:
-        with pytest.raises(OptionError, match="must take a whole number as `width`"):
-            Setup.of(recipe)
-
-
-def test_narrow_can_count_macs() -> None:
-    settings = NarrowSettings(size=0.3, size_in="macs")
-
-    class Build:
-        width = 120
-
-        def __call__(self, width: int | None = None) -> nn.Module:
-            return LeNet(width=width or 120)
-
-    model = settings.build(Build(), torch.empty(1, 1, 28, 28))
-    assert summary(model, torch.empty(1, 1, 28, 28)).macs <= 0.3 * 281_640
-
-
-# -- stages --------------------------------------------------------------------------------------
+# -- stages ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +176,7 @@ def test_svd_finds_what_a_search_of_the_trained_model_finds() -> None:
         torch.testing.assert_close(model(x), whole(x))
 
 
-# -- Frobenius decay -----------------------------------------------------------------------------
+# -- Frobenius decay -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -303,7 +215,7 @@ def test_factors_are_decayed_as_a_product_and_not_each() -> None:
     assert FrobeniusDecay(optimizer, [pair], 0.3).strengths == [0.3]
 
 
-# -- spectral initialization ---------------------------------------------------------------------
+# -- spectral initialization -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -332,121 +244,6 @@ def test_factors_begin_balanced() -> None:
     torch.testing.assert_close(u @ v, left[:, :3] @ values[:3].diag() @ right[:3])
     torch.testing.assert_close(u.T @ u, values[:3].diag(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(v @ v.T, values[:3].diag(), atol=1e-5, rtol=1e-5)
-
-
-# -- Cuttlefish ----------------------------------------------------------------------------------
-
-
-def test_the_stable_rank_is_the_share_of_energy_in_the_first_direction() -> None:
-    values = torch.tensor([2.0, 2.0, 1.0, 1.0])
-    left, right = (torch.linalg.qr(torch.randn(n, 4)).Q for n in (9, 7))
-    assert stable_rank((left * values @ right.T)[None]) == math.floor(10 / 4)
-    assert stable_rank(torch.eye(5)[None]) == 5
-    assert stable_rank(torch.zeros(1, 3, 4)) == 1
-
-
-def test_slopes_are_those_of_numpy() -> None:
-    import numpy
-
-    values = [4.0, 7.0, 1.0, 1.0, 2.5]
-    assert slopes(values) == numpy.gradient(values).tolist()
-    assert smoothed([1.0, 2.0, 3.0], 3) == [1.0, 1.5, 2.25]
-
-
-def first_switch(trace: list[list[int]], **options: Any) -> int | None:
-    """The epoch at which a trace switches: the first after that all layers are stable."""
-    watched = StableRanks(**{"window": 4, "last": 3, "epsilon": 0.1, **options})
-    for epoch, ranks in enumerate(trace, 1):
-        if watched.add({f"layer{i}": rank for i, rank in enumerate(ranks)}):
-            return epoch
-    return None
-
-
-def test_the_switch_comes_when_every_layer_is_stable_and_not_before() -> None:
-    still = [[9, 9, 9]] * 10
-    assert first_switch(still) == 4  # not before the window is full
-    assert first_switch(still, window=7) == 7
-    falling = [[90 - 9 * t, 9, 9] for t in range(10)]
-    assert first_switch(falling) is None
-    settling = [[max(30 - 5 * t, 10), 9, 9] for t in range(20)]  # still from the fifth epoch on
-
-    def mean_slope(epochs: int) -> float:
-        values = smoothed([row[0] for row in settling[:epochs]], 4)
-        return sum(abs(s) for s in slopes(values)[-3:]) / 3
-
-    expected = next(t for t in range(4, 21) if mean_slope(t) <= 0.5)  # 0.1 · 5: the last layer
-    assert first_switch(settling) == expected > 5
-
-
-def test_the_last_layers_may_still_move_a_little() -> None:
-    def switches(layers: int, slope: float) -> bool:
-        trace: Any = [[slope * t] * layers + [9.0] * 3 for t in range(10)]
-        return first_switch(trace, window=1, last=2) is not None  # nothing is smoothed
-
-    assert switches(1, 0.49) and not switches(1, 0.51)
-    assert switches(2, 0.24) and not switches(2, 0.26)
-    assert switches(3, 0.09) and not switches(3, 0.11)
-
-
-def test_a_layer_that_was_stable_once_counts_as_such() -> None:
-    watched = StableRanks(2, 2, 0.1)
-    assert not any(watched.add({"a": 5, "b": 5 * t, "c": 7 * t}) for t in range(4))
-    assert watched.stable == ["a"]
-    watched.add({"a": 50, "b": 20, "c": 28})
-    assert watched.stable == ["a"]
-
-
-def test_layers_that_do_not_become_faster_stay_dense() -> None:
-    costs = {"a": (10.0, 9.0), "b": (20.0, 9.0), "c": (30.0, 10.0), "d": (8.0, 8.0)}
-    width = {"a": 4, "b": 4, "c": 8, "d": 8}.__getitem__
-    assert [*faster(costs, width, 1.5)] == ["a", "b", "c", "d"]  # stack by stack
-    assert [*faster(costs, width, 1.9)] == ["c", "d"]
-    assert [*faster(costs, width, 3.0)] == []
-
-
-def cuttlefish(model: nn.Module, **options: Any) -> Cuttlefish:
-    settings = CuttlefishSettings(keep_ends=False, **options)
-    found: Cuttlefish = made(settings, model, torch.randn(1, 8))
-    found.start(model, found.optimizer, RunPlan(20, 1))
-    return found
-
-
-def test_cuttlefish_takes_scaled_stable_ranks_by_name() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 24))
-    method = cuttlefish(model, speedup=0.0, window=2)
-    first = {"0": stable_rank(model[0].weight[None]), "1": stable_rank(model[1].weight[None])}
-    assert method.scales == {"0": 8 / first["0"], "1": 24 / first["1"]}
-    with torch.no_grad():  # as a training would leave it
-        left, _, right = torch.linalg.svd(model[1].weight, full_matrices=False)
-        model[1].weight.copy_(left * 0.4 ** torch.arange(24) @ right)
-    now = stable_rank(model[1].weight[None])
-    method.end_epoch(last=False)
-    assert not method.factorized
-    method.end_epoch(last=False)
-    assert lod.ranks(model) == {"0": 8, "1": math.ceil(24 / first["1"] * now)}
-    assert {g["weight_decay"] for g in method.optimizer.param_groups} == {0.0, 1e-3}
-    assert method.ledger.epochs[-1].params == 8 * 32 + 32 + 32 * 24 + 24
-
-
-def test_cuttlefish_never_switches_while_ranks_move() -> None:
-    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 24))
-    method = cuttlefish(model, speedup=0.0, window=2, epsilon=0.0)
-    for t in range(6):
-        with torch.no_grad():
-            left, _, right = torch.linalg.svd(model[1].weight, full_matrices=False)
-            model[1].weight.copy_(left * 0.99 ** (t * torch.arange(24)) @ right)
-        method.end_epoch(last=t == 5)
-    assert not method.factorized and method.stage == "dense"
-
-
-@pytest.mark.parametrize("profile", ["macs", "time"])
-def test_cuttlefish_profiles_by_arithmetic_or_by_the_clock(profile: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 8))
-    method = cuttlefish(model, profile=profile, speedup=1.9 if profile == "macs" else 0.0)
-    # a square layer at a quarter of its rank has half of its MACs, the others 1/0.27
-    assert set(method.scales) == {"0", "2", "3"}
-    assert set(cuttlefish(model, profile=profile, speedup=1e6).scales) == set()
 
 
 @settings(max_examples=10, deadline=None)

@@ -1,0 +1,11 @@
+"""Where the program keeps what it need not make twice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_directory() -> Path:
+    """Return the folder: $LOD_CACHE, or ~/.cache/maestro-lod."""
+    return Path(os.environ.get("LOD_CACHE") or Path.home() / ".cache" / "maestro-lod")
