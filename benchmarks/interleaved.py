@@ -87,9 +87,13 @@ def commit() -> str:
 
     def git(*command: str) -> str:
         done = subprocess.run(
-            ["git", *command], cwd=RESULTS.parent.parent, capture_output=True, text=True, check=False
+            ["git", *command],
+            cwd=RESULTS.parent.parent,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "*.py", "pyproject.toml", "constraints.txt")
+    changed = git("status", "--porcelain", "--", ":/*.py", ":/pyproject.toml", ":/constraints.txt")
     return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")

@@ -44,7 +44,7 @@ from maestro_lod.app.trust import remember_trust, require_trust
 from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import count_params, summary
 from maestro_lod.errors import CheckpointError, OptionError, TrainingError
-from maestro_lod.files import alone_in, remove_leftovers, replacing
+from maestro_lod.files import alone_in, read_json, remove_leftovers, replacing
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train.evaluate import evaluate, to_evaluate
@@ -119,7 +119,7 @@ class Run:
     def result(self) -> dict[str, Any]:
         """Return what a finished run reached."""
         try:
-            result: dict[str, Any] = json.loads((self.directory / "result.json").read_text())
+            result: dict[str, Any] = read_json((self.directory / "result.json").read_text())
         except FileNotFoundError:
             raise OptionError(
                 f"the run in {self.directory} has not finished. Go on with: lod resume "
@@ -134,7 +134,7 @@ class Run:
     def epochs(self) -> list[EpochRecord]:
         """Return the records of the epochs that are finished."""
         lines = (self.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [EpochRecord.from_dict(json.loads(line)) for line in lines]
+        return [EpochRecord.from_dict(read_json(line)) for line in lines]
 
     def write_json(self, name: str, value: Any) -> None:
         try:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from maestro_lod.calls import Example
 from maestro_lod.errors import (
     LayerError,
+    MaestroError,
     OptionError,
     TrainingError,
     listed,
@@ -25,6 +26,7 @@ from maestro_lod.errors import (
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import require_all_active, require_low_rank, unwrapped
 from maestro_lod.train.budget import Steering
+from maestro_lod.train.checks import require_loss, require_trainable
 from maestro_lod.train.distillation import require_class_scores, soft_cross_entropy
 from maestro_lod.train.finite import require_finite_loss, require_finite_parameters
 from maestro_lod.train.ledger import Ledger
@@ -101,6 +103,7 @@ class LoD:
         self.full_pass, self.distill, self.ema = full_pass, distill, ema
         self.sampler = RankSampler(self.model, strategy=sampling, seed=seed)
         require_optimizer(self.model, optimizer)
+        require_trainable(self.model)
         if ema is not None:
             require_averaged(ema)
         self.ledger = Ledger.of(self.model, example)
@@ -205,7 +208,7 @@ class LoD:
             output = forward()
             if self.distill and soft_loss is None:
                 require_class_scores(output)
-            full_loss = require_finite_loss(loss(output) * weight)
+            full_loss = require_finite_loss(require_loss(loss(output)) * weight)
             full_loss.backward()  # type: ignore[no-untyped-call]
             total = full_loss.detach()
         with self._steps.one(healing=self._healing(passes=2)):
@@ -214,7 +217,7 @@ class LoD:
                 teacher = tree_map_only(Tensor, Tensor.detach, output)
                 data_loss = (soft_loss or soft_cross_entropy)(sampled, teacher)
             else:
-                data_loss = loss(sampled)
+                data_loss = require_loss(loss(sampled))
             sampled_loss = require_finite_loss((data_loss + self.penalty_loss()) * weight)
             sampled_loss.backward()  # type: ignore[no-untyped-call]
         return sampled_loss.detach() + total
@@ -317,14 +320,28 @@ class LoD:
         here = {name: layer.rank for name, layer in self._layers.items()}
         _require_state(state, here, budget=self.steering is not None)
         require_optimizer(self.model, self.optimizer)
+        before = self.state_dict()
+        try:
+            self._restore(state)
+        except Exception as error:
+            self._restore(before)
+            if isinstance(error, MaestroError):
+                raise
+            raise TrainingError(
+                f"this is no state of a LoD ({error!r}). Give what its state_dict() returned."
+            ) from error
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])
         self.ledger.load_state_dict(state["ledger"])
         if self.steering is not None:
             self.steering.load_state_dict(state["budget"])
-        self.epoch, self._penalty.value = int(state["epoch"]), float(state["penalty"])
+        self.epoch = require_whole("epoch", state["epoch"])
+        self.penalty = state["penalty"]
         self._steps.load_counts(state)
         # which older states do not have
-        self._unmoved = dict(state.get("unmoved", {}))
+        unmoved = state.get("unmoved", {})
+        self._unmoved = {name: require_whole(name, rank) for name, rank in unmoved.items()}
         self._penalty.use = state.get("penalty_use", "applied")
 
 
@@ -383,8 +400,10 @@ def _require_state(state: Any, ranks: dict[str, int], *, budget: bool) -> None:
             "state_dict() returned."
         )
     saved = state["ranks"]
+    if not isinstance(saved, Mapping):
+        raise TrainingError(f"the ranks of a state are {saved!r:.40}, not a mapping from names.")
     if saved != ranks:
-        differing = [name for name in ranks | saved if ranks.get(name) != saved.get(name)]
+        differing = [name for name in {**ranks, **saved} if ranks.get(name) != saved.get(name)]
         raise TrainingError(
             f"the saved state has other ranks than the model at {listed(differing)}. Load the "
             "model's state_dict, saved at the same moment, before this one."
