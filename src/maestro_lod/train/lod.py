@@ -342,7 +342,9 @@ class LoD:
         # which older states do not have
         unmoved = state.get("unmoved", {})
         self._unmoved = {name: require_whole(name, rank) for name, rank in unmoved.items()}
-        self._penalty.use = state.get("penalty_use", "applied")
+        if (use := state.get("penalty_use", "applied")) not in (None, "due", "applied"):
+            raise ValueError(f"penalty_use is {use!r}")
+        self._penalty.use = use
 
 
 def _require_consistent(
