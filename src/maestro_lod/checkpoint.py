@@ -220,6 +220,8 @@ def _elastic_contents(metadata: dict[str, str], shapes: Mapping[str, tuple[int, 
         all(type(rank) is int and rank >= 0 for rank in ranks.values())
         and all(first in shapes for first in aliases.values())
         and all(embedding in ranks for embedding in heads.values())
+        and all(type(names) is list for names in (opened, dense_only))
+        and all(type(name) is str for name in (*opened, *dense_only))
     ):
         raise ValueError("ranks, heads and aliases do not belong together")
     for name, rank in ranks.items():
