@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check bench paper clean
+.PHONY: help demo test check bench soak paper clean
 ITEM ?=
 
 help:  ## show the targets
@@ -31,6 +31,10 @@ bench: $(VENV)/.installed  ## measure training steps and single layers against d
 	$(BIN)/python benchmarks/few_channels.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/readme.py
+
+soak: $(VENV)/.installed  ## kill every command at random moments a thousand times (about an hour), count damage and locks
+	$(BIN)/python benchmarks/soak.py 1000
+	$(BIN)/python benchmarks/reliability.py damage locks docs
 
 paper: $(VENV)/.installed  ## the paper's tables and figures: make paper ITEM=toy (all of them take hours)
 	$(BIN)/python -m paper $(ITEM)

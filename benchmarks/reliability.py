@@ -84,10 +84,12 @@ def counts() -> str:
 def costs() -> str:
     """Return the table of what verification takes."""
     told = record("verification")
-    lines = ["| seconds | plain read | not verified | verified |", "|---|--:|--:|--:|"]
+    kinds = ("plain read", "not verified", "verified")
+    lines = [f"| processor seconds | {' | '.join(kinds)} |", "|---|--:|--:|--:|"]
     for name, row in told["answer"]["seconds"].items():
-        times = (f"{row[kind]:.4f}" for kind in ("plain read", "not verified", "verified"))
-        lines.append(f"| {name} | {' | '.join(times)} |")
+        lines.append(
+            f"| {name} | {' | '.join(format(row[kind]['cpu'], '.3f') for kind in kinds)} |"
+        )
     size = told["answer"]["bytes"] / 1e6
     return "\n".join([*lines, "", f"({size:.0f} MB; {where(told)}.)"]) + "\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def digits() -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
     return batches[:23], batches[23:]
 
 
-WARM_UP = 23  # steps of the first epoch
+def warm_up(step: int) -> float:
+    return float(step >= 23)  # the steps of an epoch
 
 
 def begun(name: str, **options: object) -> tuple[nn.Module, LoD]:
@@ -75,14 +77,11 @@ def begun(name: str, **options: object) -> tuple[nn.Module, LoD]:
 
 
 def accuracy(
-    model: nn.Module, optimizer: optim.Optimizer, method: LoD | None = None, epochs: int = 15
+    model: nn.Module, optimizer: optim.Optimizer, method: LoD | None = None, **options: Any
 ) -> float:
-    """Train with a warm-up that begins at zero, so that nothing has moved after an epoch."""
     train, held_out = digits()
-    done = fit(
-        model, train, optimizer=optimizer, epochs=epochs, method=method, validation=held_out,
-        schedule=lambda step: float(step >= WARM_UP),
-    )  # fmt: skip
+    settings = {"epochs": 15, "method": method, "validation": held_out, **options}
+    done = fit(model, train, optimizer=optimizer, **settings)
     return done.history[-1].validation["accuracy"]
 
 
@@ -97,7 +96,7 @@ def test_layers_that_begin_as_zeros_learn_as_dense_ones_do(name: str, proximal: 
     assert unmoved_ranks(model) == {layer: ranks(model)[layer]}
     reached = accuracy(model, train.optimizer, train)
     assert ranks(model)[layer] > 0
-    assert reached > expected - 0.04  # seeds differ by as much, for dense ones too
+    assert reached > max(0.8, expected - 0.04)  # seeds differ by as much, for dense ones too
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -105,7 +104,10 @@ def test_layers_that_begin_as_zeros_learn_as_dense_ones_do(name: str, proximal: 
 def test_without_either_the_same_training_loses_the_layer(
     name: str, without: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the test above rests on: ranks that may move first, and directions to move in."""
+    """What they learn by: ranks that may move before they are judged, and directions to move in.
+
+    The rate begins at zero, as in many warm-ups, so that nothing has moved after the first epoch.
+    """
     layer = MODELS[name][1]
     model, train = begun(name, threshold=1e-3)
     if without == "grace":
@@ -114,8 +116,19 @@ def test_without_either_the_same_training_loses_the_layer(
         with torch.no_grad():
             model.get_submodule(layer).u.zero_()
             model.get_submodule(layer).v.zero_()
-    accuracy(model, train.optimizer, train, epochs=2)
+    accuracy(model, train.optimizer, train, epochs=2, schedule=warm_up)
     assert ranks(model)[layer] == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_both_it_keeps_the_layer(name: str) -> None:
+    layer = MODELS[name][1]
+    model, train = begun(name, threshold=1e-3)
+    before = ranks(model)[layer]
+    accuracy(model, train.optimizer, train, epochs=1, schedule=warm_up)
+    assert ranks(model)[layer] == before
+    accuracy(model, train.optimizer, train, epochs=1)
+    assert ranks(model)[layer] > 0 and unmoved_ranks(model) == {}
 
 
 def one_step(model: nn.Module, train: LoD, x: Tensor, y: Tensor) -> dict[str, int]:
