@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo docs wheel test check bench paper clean
+.PHONY: help demo docs wheel test check bench soak paper clean
 ITEM ?=
 
 help:  ## show the targets
@@ -53,6 +53,10 @@ docs: $(VENV)/.installed  ## build the site of the documentation, strictly, to s
 wheel: $(VENV)/.installed  ## build wheel and sdist, and try the wheel with torch and safetensors alone
 	$(BIN)/pip install --quiet build
 	$(BIN)/python benchmarks/wheel.py
+
+soak: $(VENV)/.installed  ## kill every command at random moments a thousand times (about an hour), count damage and locks
+	$(BIN)/python benchmarks/soak.py 1000
+	$(BIN)/python benchmarks/reliability.py damage locks docs
 
 paper: $(VENV)/.installed  ## the paper's tables and figures: make paper ITEM=toy (all of them take hours)
 	$(BIN)/python -m paper $(ITEM)

@@ -95,5 +95,5 @@ def commit() -> str:
         )
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "*.py", "pyproject.toml", "constraints.txt")
+    changed = git("status", "--porcelain", "--", ":/*.py", ":/pyproject.toml", ":/constraints.txt")
     return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")

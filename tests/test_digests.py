@@ -267,15 +267,16 @@ def test_no_damaged_file_loads_as_something_else(kind: str) -> None:
 
 
 def main() -> None:
-    """Say how many flipped bits and damaged files were noticed, of as many as asked for."""
+    """Print as JSON how so many flipped bits and damaged files ended, by kind of file."""
     bits, files = int(sys.argv[1]), int(sys.argv[2])
-    for title, damages, times in (
-        ("flipped bits", [flip, flip_in_the_header], bits),
-        ("damaged files", DAMAGES, files),
-    ):
-        for kind in KINDS:
-            ends = tried(kind, damages, times // len(KINDS), seed=1)
-            print(title, kind, dict(ends), flush=True)  # noqa: T201
+    ends = {
+        what: {kind: tried(kind, damages, times // len(KINDS), seed=1) for kind in KINDS}
+        for what, damages, times in (
+            ("flipped bits", [flip, flip_in_the_header], bits),
+            ("damaged files", DAMAGES, files),
+        )
+    }
+    print(json.dumps(ends))  # noqa: T201
 
 
 # -- what a digest covers ------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import signal
@@ -265,7 +266,7 @@ def killed_with_workers(number: int) -> str:
 
 
 def main() -> None:
-    """Try both as often as the first argument says, and print how often they ended how.
+    """Try both as often as the first argument says, and print as JSON how often they ended how.
 
     Every start is a fork of this process, because the imports take longer than the training.
     """
@@ -279,10 +280,11 @@ def main() -> None:
     )
     with suppress(SystemExit):  # what is imported late is there before the forks
         cli.main(["train", "own.yaml", "--out", "first", "--quiet"])
-    for attempt in (two_trainings, killed_with_workers):
-        ends = Counter(attempt(number) for number in range(int(sys.argv[1])))
-        for end, count in ends.items():
-            print(f"{attempt.__name__}: {end}: {count}", file=sys.stderr)  # noqa: T201
+    ends = {
+        attempt.__name__: Counter(attempt(number) for number in range(int(sys.argv[1])))
+        for attempt in (two_trainings, killed_with_workers)
+    }
+    print(json.dumps(ends), file=sys.stderr)  # noqa: T201  # the trainings print too
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds workers as Linux tells")
@@ -297,10 +299,10 @@ def test_two_trainings_and_a_killed_one_with_living_workers() -> None:
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == [
-        "two_trainings: one went on, the other was told: 10",
-        "killed_with_workers: went on at once: 10",
-    ]
+    assert json.loads(done.stderr) == {
+        "two_trainings": {"one went on, the other was told": 10},
+        "killed_with_workers": {"went on at once": 10},
+    }
 
 
 if __name__ == "__main__":

@@ -200,9 +200,13 @@ def test_layers_that_the_forward_never_reaches_are_not_sampled(strategy: str) ->
 
 
 def test_an_epoch_of_one_step_may_draw_a_layer_that_is_not_reached() -> None:
-    model = decompose(Unreached())
-    train = LoD(model, sgd(model), seed=1)
-    assert steps(model, train, 1) == ["beside"]
+    # which layer a step draws is left to chance, and here it has to be this one
+    for seed in range(9):
+        train = LoD(model := decompose(Unreached()), sgd(model), seed=seed)
+        if steps(model, train, 1) == ["beside"]:
+            break
+    else:
+        pytest.fail("no seed draws the layer that holds most of the ranks")
     with pytest.warns(UserWarning, match="never reached beside"):
         train.end_epoch()
     for _ in range(5):

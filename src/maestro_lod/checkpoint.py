@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.distributed.shard_files import fill_shards, write_by_the_first
 from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
+from maestro_lod.files import read_json
 from maestro_lod.handover import copy_on_meta
 from maestro_lod.layers.ranks import (
     Ranks,
@@ -108,7 +110,7 @@ def save_plain(model: nn.Module, path: Path) -> None:
 def plain_state(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a plain file, shared ones under each of their names."""
     with opened_file(path) as file:
-        config = json.loads(file.metadata["config"])
+        config = read_json(file.metadata["config"])
         state = {key: file.read(key) for key in file.shapes}
     return state | {alias: state[first] for alias, first in config["aliases"].items()}
 
@@ -232,13 +234,15 @@ def _contents(file: TensorFile, path: Path, into: nn.Module) -> _Contents:
 
 def _elastic_contents(metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]]) -> _Contents:
     ranks, opened, heads, aliases, dense_only = (
-        json.loads(metadata.get(key, "[]") if key == "dense_only" else metadata[key])
+        read_json(metadata.get(key, "[]") if key == "dense_only" else metadata[key])
         for key in ("ranks", "opened", "heads", "aliases", "dense_only")
     )
     if not (
         all(type(rank) is int and rank >= 0 for rank in ranks.values())
         and all(first in shapes for first in aliases.values())
         and all(embedding in ranks for embedding in heads.values())
+        and all(type(names) is list for names in (opened, dense_only))
+        and all(type(name) is str for name in (*opened, *dense_only))
     ):
         raise ValueError("ranks, heads and aliases do not belong together")
     for name, rank in ranks.items():
@@ -259,7 +263,7 @@ def _elastic_contents(metadata: dict[str, str], shapes: Mapping[str, tuple[int, 
 def _plain_contents(
     metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]], path: Path, into: nn.Module
 ) -> _Contents:
-    config = json.loads(metadata["config"])
+    config = read_json(metadata["config"])
     types, ranks, aliases = config["layers"], config["factored"], config["aliases"]
     if not all(type(rank) is int and rank > 0 for rank in ranks.values()):
         raise ValueError("a rank is no whole number above zero")
@@ -368,12 +372,24 @@ def _require_fit(
     """Refuse a file with other tensors, shapes, types or ties than a model on the meta device."""
     if contents.types is not None:
         _require_same_types(rehearsal, contents, state, path)
+    _require_precision(rehearsal, state, path)
     try:
         empty = {key: value.to("meta") for key, value in state.items()}
         match_ranks(rehearsal, empty)
         rehearsal.load_state_dict(_with_versions(empty, rehearsal))
     except RuntimeError as error:
         raise CheckpointError(f"{path} is of another model. {error}") from None
+
+
+def _require_precision(rehearsal: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    """Refuse to round what is stored; a wider type than the file's holds the same numbers."""
+    for key, value in rehearsal.state_dict().items():
+        stored = state[key].dtype if key in state and isinstance(value, Tensor) else None
+        if stored is not None and torch.promote_types(stored, value.dtype) != value.dtype:
+            raise CheckpointError(
+                f"{path} holds {key} as {stored}, which {value.dtype}, the model's type, would "
+                f"round. Load it into a model of {stored}, and convert that: model.to(…)."
+            )
 
 
 def _require_same_types(

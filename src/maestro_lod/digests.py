@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 LENGTH = 16
@@ -35,6 +36,16 @@ def block_ends(rows: int, row_bytes: int) -> list[int]:
         end = min(end + max(length // row_bytes, 1) * row_bytes, size)
         ends.append(end)
     return ends
+
+
+def in_pieces(ends: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """Put blocks together until they are worth a read; yields begins, and ends relative to them."""
+    begin, piece = 0, list[int]()
+    for end in ends:
+        piece.append(end - begin)
+        if piece[-1] >= _LONGEST or end == ends[-1]:
+            yield begin, piece
+            begin, piece = end, []
 
 
 def digests(data: memoryview, ends: list[int]) -> str:

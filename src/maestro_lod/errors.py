@@ -72,6 +72,13 @@ def require_whole(option: str, value: int) -> int:
     return int(value)
 
 
+def require_seed(value: int) -> int:
+    """Return a seed, or refuse one that torch's generators cannot take."""
+    if require_whole("seed", value) >= 2**63:
+        raise OptionError(f"seed={value!r:.40} must be less than 2**63.")
+    return int(value)
+
+
 def require_bool(option: str, value: bool) -> bool:
     """Return the value, or refuse what is neither True nor False: any text would count as true."""
     if not isinstance(value, bool):

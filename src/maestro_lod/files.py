@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import os
 import shutil
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from maestro_lod.errors import BusyError, CheckpointError
 
@@ -249,6 +251,14 @@ def _locked(directory: Path, lock: Path) -> int | None:
 def _close(handle: int) -> None:
     _held.discard(handle)
     os.close(handle)
+
+
+def read_json(text: str | bytes) -> Any:
+    """Return what JSON says; whatever is wrong with it is a ValueError, its depth included."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _sync_directory(directory: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from maestro_lod.errors import CheckpointError
+from maestro_lod.files import read_json
 from maestro_lod.tensors import opened_file, write_tensors
 
 _FORMAT = "maestro-lod training state 1"
@@ -42,7 +43,10 @@ def save_state(state: Any, path: str | os.PathLike[str]) -> None:
         shown = " ".join(str(value).split())[:80]
         raise CheckpointError(f"a {kind} cannot be saved without pickle: {shown}")
 
-    metadata = {"format": _FORMAT, "state": json.dumps(plain(state))}
+    try:
+        metadata = {"format": _FORMAT, "state": json.dumps(plain(state))}
+    except (RecursionError, ValueError) as error:  # the second: a number of thousands of digits
+        raise CheckpointError(f"the state for {path} cannot be written ({error}).") from None
     write_tensors(tensors, metadata, Path(path))
 
 
@@ -73,11 +77,13 @@ def load_state(path: str | os.PathLike[str], *, verify: bool = True) -> Any:
                 return value
             if "tensor" in value:
                 order = value["order"]
+                if sorted(order) != [*range(len(order))]:
+                    raise ValueError(f"{order} is no order of dimensions")
                 place = sorted(range(len(order)), key=order.__getitem__)  # its inverse
                 return file.read(value["tensor"]).permute(place)
             return {key: read(part) for key, part in value["mapping"]}
 
         try:
-            return read(json.loads(metadata["state"]))
+            return read(read_json(metadata["state"]))
         except (LookupError, ValueError, TypeError, RuntimeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged ({error}).") from error

@@ -172,7 +172,7 @@ def _require_usable_weights(dense: Mapping[str, nn.Module]) -> None:
         assert isinstance(weight, Tensor)
         if weight.is_meta:
             problems.append(f"{name or '(the model itself)'} is on the meta device")
-        elif not bool(torch.isfinite(weight).all()):
+        elif not bool(torch.isfinite(weight.detach()).all()):
             problems.append(f"{name or '(the model itself)'} has NaN or infinite weights")
     if problems:
         raise LayerError(

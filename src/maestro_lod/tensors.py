@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from maestro_lod.digests import LENGTH, block_ends, digest, digests
+from maestro_lod.digests import LENGTH, block_ends, digest, digests, in_pieces
 from maestro_lod.distributed.shards import gathered, local_part
 from maestro_lod.errors import CheckpointError
 from maestro_lod.files import replacing, writing
@@ -40,6 +40,8 @@ _DTYPE = {
 }  # fmt: skip
 """What safetensors calls torch's dtypes."""
 _NAME = {dtype: name for name, dtype in _DTYPE.items()}
+
+_ALONE = 2**24  # bytes that are digested before others could begin to help
 
 _BEFORE_DIGEST = b'{"__metadata__":{"digest":"'
 
@@ -246,15 +248,20 @@ class TensorFile:
         ends = self._entries[key].ends
         needed = [end for end, before in zip(ends, [0, *ends], strict=False) if before < size]
         raw = bytearray(needed[-1])
+        whole = memoryview(raw)
 
-        def blocks() -> Iterator[memoryview]:
-            for begin, end in itertools.pairwise([0, *needed]):
-                block = memoryview(raw)[begin:end]
-                _fill(block, self._file)
-                yield block
+        def pieces() -> Iterator[tuple[memoryview, list[int]]]:
+            """Read several blocks at once: one by one, calls would take longer than digests."""
+            for begin, ends in in_pieces(needed):
+                piece = whole[begin : begin + ends[-1]]
+                _fill(piece, self._file)
+                yield piece, ends
 
-        with ThreadPoolExecutor(2) as others:  # they digest what is there while more is read
-            found = "".join((others.map if len(needed) > 32 else map)(digest, blocks()))
+        if len(raw) < _ALONE:
+            found = "".join(itertools.starmap(digests, pieces()))
+        else:
+            with ThreadPoolExecutor(2) as others:  # they digest what is there while more is read
+                found = "".join(others.map(lambda piece: digests(*piece), pieces()))
         at = self._first_proof[key] * LENGTH
         if found != self._proofs[at : at + len(found)]:
             raise _Damage(f"the bytes of {key} are not those that were written")

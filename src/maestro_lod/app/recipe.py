@@ -147,7 +147,9 @@ class Recipe(Section):
     data: Annotated[DataSettings, _by_name()]
     method: str = Field(default="lod", description="how the model is trained; see methods.md")
     epochs: Count = Field(description="passes over the training set")
-    batch: Count = Field(default=64, description="samples per batch")
+    batch: Annotated[Count, Field(le=2**31 - 1)] = Field(
+        default=64, description="samples per batch"
+    )
     seed: Seed = Field(default=0, description="of all randomness")
     optimizer: Optimizers = SGD()
     schedule: Schedules = Constant()

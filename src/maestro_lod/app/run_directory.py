@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from maestro_lod.errors import CheckpointError, OptionError, TrainingError
-from maestro_lod.files import replacing
+from maestro_lod.files import read_json, replacing
 from maestro_lod.train.record import EpochRecord
 
 
@@ -84,7 +84,7 @@ class RunDirectory:
     def result(self) -> dict[str, Any]:
         """Return what a finished run reached."""
         try:
-            result: dict[str, Any] = json.loads((self.directory / "result.json").read_text())
+            result: dict[str, Any] = read_json((self.directory / "result.json").read_text())
         except FileNotFoundError:
             raise OptionError(
                 f"the run in {self.directory} has not finished. Go on with: lod resume "
@@ -99,7 +99,7 @@ class RunDirectory:
     def epochs(self) -> list[EpochRecord]:
         """Return the records of the epochs that are finished."""
         lines = (self.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [EpochRecord.from_dict(json.loads(line)) for line in lines]
+        return [EpochRecord.from_dict(read_json(line)) for line in lines]
 
     def write_json(self, name: str, value: Any) -> None:
         try:

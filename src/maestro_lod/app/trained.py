@@ -36,7 +36,7 @@ from maestro_lod.deploy.limits import require_limits
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.deploy.timing import drawn_call, interleaved
 from maestro_lod.errors import OptionError, require_whole
-from maestro_lod.files import alone_in, remove_leftovers
+from maestro_lod.files import alone_in, read_json, remove_leftovers
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import decompose, extract
 from maestro_lod.table import table
@@ -159,7 +159,7 @@ def frontier_of(trained: Trained, progress: Progress | None = None) -> Frontier:
     if not path.exists():
         return find_frontier(trained, progress=progress)
     found = Frontier.load(path)
-    require_same_weights(json.loads(path.read_text(encoding="utf-8")), trained.model, path)
+    require_same_weights(read_json(path.read_text(encoding="utf-8")), trained.model, path)
     return found
 
 

@@ -124,6 +124,8 @@ def export(
             f"quantize={quantize!r} is not there for {format}. Choose 'int8' with an .onnx file."
         )
     onnx_file = _onnx_file() if format == "onnx" else None
+    if format != "safetensors":
+        _require_plain_names(model)
     plain = extract(model) if low_rank_layers(model) else model
     call, device = as_call(example), device_of(plain)
     with replacing(path) as temporary, in_mode(plain, training=False), torch.no_grad(), _quiet():
@@ -195,6 +197,16 @@ def _known_format(path: Path, format: str | None) -> str:
             f"{what} is not known.{nearest(wanted, FORMATS)} Formats: {listed(FORMATS)}."
         )
     return wanted
+
+
+def _require_plain_names(model: nn.Module) -> None:
+    """Refuse names that torch writes into the code of a traced model as they are."""
+    strange = [name for name, _ in model.named_modules() if set(name) & set('"\\\n\r')]
+    if strange:
+        raise OptionError(
+            f"a layer is called {strange[0]!r}: torch cannot trace names with quotes or "
+            "backslashes. Rename it, or export to safetensors."
+        )
 
 
 def _onnx_file() -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from maestro_lod.errors import CheckpointError
+from maestro_lod.files import read_json
 
 _FORMAT = "maestro-lod search 1"
 
@@ -96,7 +97,7 @@ def _read(whole: bytes, path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(whole.split(b"\n"), 1):
         try:
-            lines.append(line := json.loads(text))
+            lines.append(line := read_json(text))
             assert isinstance(line, dict)
         except (ValueError, AssertionError):
             raise _damaged(number, path) from None

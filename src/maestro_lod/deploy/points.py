@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from maestro_lod.deploy.limits import Limit, Point, limit_of, require_limits
 from maestro_lod.errors import CheckpointError, OptionError
-from maestro_lod.files import replacing, writing
+from maestro_lod.files import read_json, replacing, writing
 from maestro_lod.plot import svg
 from maestro_lod.table import Table, Tabular
 from maestro_lod.train.evaluate import require_number
@@ -194,7 +194,7 @@ class Frontier(Tabular, Sequence[Point]):
     def from_json(cls, text: str, path: str | os.PathLike[str]) -> Frontier:
         """Return what `to_json` wrote; `path` says in errors where it came from."""
         try:
-            record = json.loads(text)
+            record = read_json(text)
             if record["format"] != _FORMAT:
                 raise CheckpointError(
                     f"{path} has format {record['format']!r}, this library reads {_FORMAT!r}."

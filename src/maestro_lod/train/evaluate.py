@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_leaves
 
 from maestro_lod.errors import OptionError
+from maestro_lod.train.checks import mismatch, require_loss
 
 Batch: TypeAlias = tuple[Any, Any]
 """Inputs of the model (a tensor, a tuple or a mapping of arguments) and the target."""
@@ -37,13 +38,18 @@ class CrossEntropy:
     reduction: str = "mean"
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(
-            output.flatten(0, -2),
-            target.flatten(),
-            ignore_index=IGNORED,
-            label_smoothing=self.label_smoothing,
-            reduction=self.reduction,
-        )
+        try:
+            return F.cross_entropy(
+                output.flatten(0, -2),
+                target.flatten(),
+                ignore_index=IGNORED,
+                label_smoothing=self.label_smoothing,
+                reduction=self.reduction,
+            )
+        except (AttributeError, IndexError, RuntimeError, ValueError) as error:
+            if (problem := mismatch(output, target, IGNORED)) is None:
+                raise
+            raise problem from error
 
     def soft(self, output: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
         """Return the same with the probabilities of a teacher's scores in place of targets."""
@@ -122,9 +128,17 @@ def samples_in(target: Any) -> int:
 
 def call(model: nn.Module, inputs: Any) -> Any:
     """Run a model on one tensor, a tuple of arguments, or a mapping of keyword arguments."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    try:
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise OptionError(
+            "a batch of one sample cannot train a norm over the batch. Choose a batch size that "
+            "leaves no single sample over, or drop it: DataLoader(…, drop_last=True)."
+        ) from error
 
 
 def on_device(value: Any, device: torch.device) -> Any:
@@ -170,7 +184,7 @@ def evaluate(
             target = on_device(target, device)
             with autocast(device, amp):
                 output = call(model, on_device(inputs, device))
-                value = loss(output, target)
+                value = require_loss(loss(output, target), trained=False)
             score.add(value, output, target, summed=sums(loss))
             sequences = isinstance(target, Tensor) and target.ndim > 1
     if score.count == 0:

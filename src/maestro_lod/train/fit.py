@@ -24,10 +24,12 @@ from maestro_lod.errors import (
     require_at_least_one,
     require_bool,
     require_nonnegative,
+    require_seed,
     require_whole,
 )
 from maestro_lod.methods.dense import Dense
 from maestro_lod.shown import Telling
+from maestro_lod.train.checks import require_loss, require_trainable
 from maestro_lod.train.evaluate import (
     Batch,
     CrossEntropy,
@@ -141,6 +143,8 @@ def fit(
     scores (N, classes).
     """
     require_whole("epochs", epochs)
+    require_seed(seed)
+    require_trainable(model)
     method, options, watch = method or Dense(), options or FitOptions(), watch or _told(epochs)
     progress, loss = progress or Progress(), loss or CrossEntropy()
     steps_per_epoch = _steps_per_epoch(train_data, options.accumulate)
@@ -245,7 +249,7 @@ class _Step:
         def loss(output: Any) -> Tensor:
             nonlocal last
             with autocast(device, amp):
-                value = self.loss(output, target)
+                value = require_loss(self.loss(output, target))
             last = value.detach(), output
             return value * part
 

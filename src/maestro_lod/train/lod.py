@@ -18,6 +18,7 @@ from maestro_lod.distributed.ddp import renew, wrappers_of
 from maestro_lod.distributed.fsdp import adopt_shards, shard_group
 from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
+    MaestroError,
     OptionError,
     TrainingError,
     listed,
@@ -28,6 +29,7 @@ from maestro_lod.errors import (
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import require_all_active, require_low_rank, unwrapped
 from maestro_lod.train.budget import Landing
+from maestro_lod.train.checks import require_trainable
 from maestro_lod.train.elastic import Elastic, sampler_for
 from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.ledger import Ledger
@@ -101,6 +103,7 @@ class LoD:
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
         self.sampler = sampler_for(self.model, sampling, seed)
         require_optimizer(self.model, optimizer)
+        require_trainable(self.model)
         self.ema = None if ema is None else require_averaged(ema)
         self.ledger = Ledger.of(self.model, example)
         self._penalty = RankPenalty(
@@ -309,15 +312,31 @@ class LoD:
         here = {name: layer.rank for name, layer in self._layers.items()}
         _require_state(state, here, budget=self.landing is not None)
         require_optimizer(self.model, self.optimizer)
+        before = self.state_dict()
+        try:
+            self._restore(state)
+        except Exception as error:
+            self._restore(before)
+            if isinstance(error, MaestroError):
+                raise
+            raise TrainingError(
+                f"this is no state of a LoD ({error!r}). Give what its state_dict() returned."
+            ) from error
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])
         self.ledger.load_state_dict(state["ledger"])
         if self.landing is not None:
             self.landing.load_state_dict(state["budget"])
-        self.epoch, self._penalty.value = int(state["epoch"]), float(state["penalty"])
+        self.epoch = require_whole("epoch", state["epoch"])
+        self.penalty = state["penalty"]
         self._steps.load_counts(state)
         # which older states do not have
-        self._grace.ranks = dict(state.get("unmoved", {}))
-        self._penalty.use = state.get("penalty_use", "applied")
+        spared = state.get("unmoved", {})
+        self._grace.ranks = {name: require_whole(name, rank) for name, rank in spared.items()}
+        if (use := state.get("penalty_use", "applied")) not in (None, "due", "applied"):
+            raise ValueError(f"penalty_use is {use!r}")
+        self._penalty.use = use
         for wrapper in wrappers_of(self.model):
             renew(wrapper)  # whose buckets are of other ranks if the model's state was
 
@@ -360,8 +379,10 @@ def _require_state(state: Any, ranks: dict[str, int], *, budget: bool) -> None:
             "state_dict() returned."
         )
     saved = state["ranks"]
+    if not isinstance(saved, Mapping):
+        raise TrainingError(f"the ranks of a state are {saved!r:.40}, not a mapping from names.")
     if saved != ranks:
-        differing = [name for name in ranks | saved if ranks.get(name) != saved.get(name)]
+        differing = [name for name in {**ranks, **saved} if ranks.get(name) != saved.get(name)]
         raise TrainingError(
             f"the saved state has other ranks than the model at {listed(differing)}. Load the "
             "model's state_dict, saved at the same moment, before this one."

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from maestro_lod.errors import OptionError, require_bool
+from maestro_lod.train.checks import require_loss
 from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.finite import require_finite_loss
 
@@ -58,7 +59,7 @@ class Passes:
         if self.full_pass and not whole:
             output = forward()
             teaches = self.distill and self._require_comparable(output, soft_loss)
-            full_loss = require_finite_loss(loss(output) * weight)
+            full_loss = require_finite_loss(require_loss(loss(output)) * weight)
             full_loss.backward()  # type: ignore[no-untyped-call]
             total = full_loss.detach()
         with sampled:
@@ -67,7 +68,7 @@ class Passes:
                 teacher = tree_map_only(Tensor, Tensor.detach, output)
                 data_loss = (soft_loss or soft_cross_entropy)(mine, teacher)
             else:
-                data_loss = loss(mine)
+                data_loss = require_loss(loss(mine))
             sampled_loss = require_finite_loss((data_loss + penalty()) * weight)
             sampled_loss.backward()  # type: ignore[no-untyped-call]
         return sampled_loss.detach() + total

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.errors import OptionError, TrainingError, listed, nearest, require_whole
+from maestro_lod.errors import OptionError, TrainingError, listed, nearest, require_seed
 from maestro_lod.layers.ranks import require_low_rank
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class RankSampler:
             )
         self._layers = require_low_rank(model)
         self.strategy = strategy
-        self.generator = torch.Generator("cpu").manual_seed(require_whole("seed", seed))
+        self.generator = torch.Generator("cpu").manual_seed(require_seed(seed))
         self.left_out: set[str] = set()
         """Layers that are not drawn, because the model's forward never reaches them."""
         self._names: list[str] = []

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from maestro_lod.distributed.shards import is_sharded
-from maestro_lod.errors import LayerError, TrainingError, listed
+from maestro_lod.errors import LayerError, TrainingError, listed, require_bool, require_whole
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import activated, require_low_rank
 from maestro_lod.train.first_call import FirstCall
@@ -184,12 +184,12 @@ class SampledSteps:
 
     def load_counts(self, state: Mapping[str, Any]) -> None:
         """Restore the counts from a state."""
-        self.count, self.forwards = int(state["steps"]), int(state["forwards"])
-        self.whole = int(state["whole"])
+        counts = (require_whole(key, state[key]) for key in ("steps", "forwards", "whole"))
+        self.count, self.forwards, self.whole = counts
         # older states do not say: what they do not know is taken for granted
-        self.optimized = bool(state.get("optimized", True))
+        self.optimized = require_bool("optimized", state.get("optimized", True))
         self._unseen = {name: self._layers[name] for name in state.get("unseen", ())}
-        self.sampler.left_out = set(state.get("left_out", ()))
+        self.sampler.left_out = {n for n in state.get("left_out", ()) if n in self._layers}
 
 
 def _call_after_steps(optimizer: Optimizer, method: Callable[[], None]) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from maestro_lod.app.cache_directory import cache_directory
 from maestro_lod.app.data.sources import Source, file_checksum
 from maestro_lod.errors import DataError
+from maestro_lod.files import read_json
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ def _known_checksum(cache: Path, name: str, stamp: str) -> str | None:
 
 def _manifest(path: Path) -> dict[str, Any] | None:
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json(path.read_bytes())
         if {"stamp", "checksum", "files"} <= manifest.keys():
             return dict(manifest)
     except (OSError, ValueError, AttributeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from maestro_lod.errors import CheckpointError, OptionError, listed, nearest
+from maestro_lod.files import read_json
 from maestro_lod.train.record import EpochRecord
 
 METRICS = ("bleu", "accuracy", "perplexity", "loss")
@@ -219,7 +219,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(
             f"{path} is damaged ({error}). Restore it, or remove it to report without it."
@@ -246,7 +246,7 @@ def _records(path: Path) -> Iterator[EpochRecord]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = read_json(line)
             if not isinstance(record, dict):
                 raise ValueError(f"a {type(record).__name__} where an object belongs")
         except ValueError as error:

@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
+from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import optuna
 from optuna.exceptions import OptunaError, StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from maestro_lod.app.tuning.storage import first_line
-from maestro_lod.errors import OptionError, TrainingError
+from maestro_lod.errors import OptionError, TrainingError, require_whole
 
 _LOOK = 1.0  # seconds between two looks at the trials of others, where nothing else is to do
 _BEAT = 30.0  # seconds between two signs of life of a running trial
@@ -48,6 +49,14 @@ class Reached:
     cost: float = 0.0
     """MACs spent on it so far, in units of one whole training of the dense model."""
 
+    def __post_init__(self) -> None:
+        for name in ("epoch", "params", "macs"):
+            if name != "macs" or self.macs is not None:
+                require_whole(name, getattr(self, name))
+        for name in ("accuracy", "cost"):
+            if not isinstance(value := getattr(self, name), Real):
+                raise OptionError(f"{name}={value!r} must be a number.")
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -67,7 +76,20 @@ class Trial:
 
     @classmethod
     def of(cls, row: FrozenTrial) -> Trial:
-        """Read a trial off its row."""
+        """Read a trial off its row, and refuse one that no search has written so."""
+        try:
+            trial = cls._of(row)
+            if trial.status not in get_args(Status) or (trial.ended and trial.penalty is None):
+                raise ValueError(f"{trial.status} with λ={trial.penalty}")
+        except (TypeError, ValueError, AttributeError) as error:
+            raise OptionError(
+                f"trial {row.number} of the search is damaged ({error}). Begin another search: "
+                "give another storage or name."
+            ) from error
+        return trial
+
+    @classmethod
+    def _of(cls, row: FrozenTrial) -> Trial:
         notes = row.user_attrs
         reached = Reached(**notes["reached"]) if "reached" in notes else None
         status: Status = "stopped"
