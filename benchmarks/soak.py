@@ -53,7 +53,7 @@ LIMITS = [
     *("--max-params", "30000", "--min-accuracy", "0.99", "--few", "0.95"),
     *("--largest", "4", "--smallest", "0.9"),
 ]
-DEPLOY = ["--max-params", "0.5", "--to", "safetensors", "--allow-slower", "--out", "out"]
+DEPLOY = ["--max-params", "0.5", "--to", "safetensors", "--out", "out"]
 
 Work = Callable[[], object]
 

@@ -332,7 +332,7 @@ def test_names_with_quotes(own: None, capsys: pytest.CaptureFixture[str]) -> Non
     Run.create(load_recipe("own.yaml"), Path("run")).train()
     for format_ in ("pt2", "onnx"):
         deploy = ["deploy", "run", "--max-params", "0.99", "--to", format_, "--out", "out"]
-        code, error = told(capsys, *deploy, "--allow-slower", "-q")
+        code, error = told(capsys, *deploy, "-q")
         assert code == 2 and "a layer is called 'a\"b': torch cannot trace names with" in error
         assert error.count("\n") == 1 and not Path("out").exists()
 
