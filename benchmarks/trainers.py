@@ -113,11 +113,11 @@ def accelerate(ours: bool) -> Step:
 def huggingface() -> Step:
     """What the callback puts around `training_step`, around the same step."""
     from maestro_lod.integrations.driver import Driver
-    from maestro_lod.integrations.huggingface_trainer import LoDCallback
+    from maestro_lod.integrations.huggingface_trainer import LoDTrainerCallback
 
     model, optimizer = made()
     x, y = batch()
-    callback: Any = object.__new__(LoDCallback)  # without the trainer that it asks for
+    callback: Any = object.__new__(LoDTrainerCallback)  # without the trainer that it asks for
     callback._driver = Driver(penalty=1e-5)
     callback._driver.start(model, optimizer)
     callback._trainer = SimpleNamespace(accelerator=SimpleNamespace(sync_gradients=True))

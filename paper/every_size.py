@@ -16,7 +16,7 @@ from maestro_lod.app.trained import Trained, search
 from maestro_lod.errors import OptionError
 from maestro_lod.plot import svg
 from maestro_lod.surgery import extract
-from maestro_lod.train.healing import heal
+from maestro_lod.train.finetune import finetune
 from paper.scale import Scale, Setting, row
 
 TITLE = "Beyond the paper: every size, from one training or from one per size"
@@ -125,7 +125,7 @@ def _sizes(run: Run, kind: str) -> dict[str, tuple[Point, Point]]:
 def _heal(plain: nn.Module, trained: Trained) -> None:
     recipe = trained.run.recipe
     optimizer = optimizer_of(recipe, plain)
-    heal(plain, trained.data.train, optimizer=optimizer, loss=loss_of(recipe), seed=recipe.seed)
+    finetune(plain, trained.data.train, optimizer=optimizer, loss=loss_of(recipe), seed=recipe.seed)
 
 
 # -- what is shown -----------------------------------------------------------------------------

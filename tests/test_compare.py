@@ -26,7 +26,7 @@ from maestro_lod.app import cli
 from maestro_lod.app.compare import Comparison, compare
 from maestro_lod.app.compare import measure as measuring
 from maestro_lod.app.compare.contenders import contender, known
-from maestro_lod.app.compare.plan import Pace, Plan
+from maestro_lod.app.compare.plan import ComparisonPlan, Pace
 from maestro_lod.app.run import Interrupted, Run
 from maestro_lod.app.setup import Setup
 from maestro_lod.errors import OptionError
@@ -207,12 +207,12 @@ def test_a_budget_gives_each_the_epochs_that_cost_as_much(recipe: str, tmp_path:
 # -- which runs --------------------------------------------------------------------------------
 
 
-def plan(recipe: str, **others: Any) -> Plan:
+def plan(recipe: str, **others: Any) -> ComparisonPlan:
     common: dict[str, Any] = {
         "changes": (), "sizes": (0.5,), "seeds": 1, "budget": None, "lr_trials": 3,
         "lr_epochs": None, "out": Path("out"),
     }  # fmt: skip
-    return Plan(recipe, **{**common, **others})
+    return ComparisonPlan(recipe, **{**common, **others})
 
 
 def test_more_trials_seeds_and_sizes_keep_the_runs_that_there_were(recipe: str) -> None:

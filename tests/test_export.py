@@ -479,7 +479,7 @@ def test_without_its_packages_onnx_names_the_extra(
 ) -> None:
     monkeypatch.delitem(sys.modules, "maestro_lod.deploy.onnx_file", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(OptionError, match=rf"ONNX files need {package}.*maestro-lod\[export\]"):
+    with pytest.raises(OptionError, match=rf"ONNX files need {package}.*pip install.*\[export\]"):
         export(line, tmp_path / "m.onnx", example=torch.empty(1, 8))
 
 

@@ -32,7 +32,7 @@ from tests.trainers import (
 hf = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from maestro_lod.integrations.huggingface_trainer import LoDCallback  # noqa: E402
+from maestro_lod.integrations.huggingface_trainer import LoDTrainerCallback  # noqa: E402
 
 
 class Classifier(nn.Module):
@@ -87,7 +87,7 @@ def trainer(
 def trained(directory: Path, resume: Path | None = None, **options: Any) -> Any:
     of_lod = {key: options.pop(key) for key in OPTIONS.keys() | {"proximal"} if key in options}
     run = trainer(directory, **options)
-    run.add_callback(LoDCallback(run, **(OPTIONS | of_lod)))
+    run.add_callback(LoDTrainerCallback(run, **(OPTIONS | of_lod)))
     run.train(resume_from_checkpoint=resume)
     return run
 
@@ -130,7 +130,7 @@ def test_the_best_checkpoint_has_larger_ranks_and_is_loaded(tmp_path: Path) -> N
         tmp_path, save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True,
         metric_for_best_model="rank", greater_is_better=True, num_train_epochs=9,
     )  # fmt: skip
-    run.add_callback(LoDCallback(run, **OPTIONS))
+    run.add_callback(LoDTrainerCallback(run, **OPTIONS))
     run.add_callback(Rank())
     run.add_callback(hf.EarlyStoppingCallback(early_stopping_patience=2))
     run.train()
@@ -163,7 +163,7 @@ def test_ranks_and_cost_reach_whatever_is_reported_to(tmp_path: Path) -> None:
 
     run = trainer(tmp_path, num_train_epochs=2)
     run.add_callback(Reporter())
-    callback = LoDCallback(run, **OPTIONS)
+    callback = LoDTrainerCallback(run, **OPTIONS)
     run.add_callback(callback)
     run.train()
     ours = [logs for logs in reported if "lod/total_rank" in logs]
@@ -197,31 +197,31 @@ def test_the_state_is_part_of_the_trainers_own_file(tmp_path: Path) -> None:
     assert state["stateful_callbacks"]["maestro_lod"]["lod"]["epoch"] == 1
     del state["stateful_callbacks"]["maestro_lod"]
     (checkpoint / "trainer_state.json").write_text(json.dumps(state))
-    with pytest.raises(TrainingError, match="holds no state of LoDCallback"):
+    with pytest.raises(TrainingError, match="holds no state of LoDTrainerCallback"):
         trained(tmp_path, resume=checkpoint)
 
 
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LayerError, match=r"no low-rank layer. Call decompose\(model\) first"):
-        LoDCallback(trainer(tmp_path, Classifier()))
+        LoDTrainerCallback(trainer(tmp_path, Classifier()))
     with pytest.raises(OptionError, match="make the trainer first"):
-        LoDCallback(network())  # type: ignore[arg-type]
+        LoDTrainerCallback(network())  # type: ignore[arg-type]
 
     model = Classifier()
     early = trainer(tmp_path, model)  # makes an optimizer
     decompose(model)
-    early.add_callback(LoDCallback(early))
+    early.add_callback(LoDTrainerCallback(early))
     with pytest.raises(TrainingError, match="Create it after decompose"):
         early.train()
 
     twice = trainer(tmp_path)
-    twice.add_callback(LoDCallback(twice))
-    twice.callback_handler.callbacks.append(LoDCallback(twice))
+    twice.add_callback(LoDTrainerCallback(twice))
+    twice.callback_handler.callbacks.append(LoDTrainerCallback(twice))
     with pytest.raises(OptionError, match="the trainer has 2 LoDCallbacks"):
         twice.train()
 
     scaled = trainer(tmp_path)
-    scaled.add_callback(LoDCallback(scaled, **OPTIONS))
+    scaled.add_callback(LoDTrainerCallback(scaled, **OPTIONS))
     scaled.accelerator.scaler = object()  # as float16 has one on a GPU
     with pytest.raises(OptionError, match="Use proximal=True, or bf16"):
         scaled.train()
@@ -229,4 +229,4 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     sharded = trainer(tmp_path)
     sharded.is_fsdp_enabled = True
     with pytest.raises(OptionError, match="Use DDP"):
-        LoDCallback(sharded)
+        LoDTrainerCallback(sharded)

@@ -136,7 +136,7 @@ def test_a_loop_of_its_own_has_to_say_how_long_it_lasts():
         (lambda: Pressure(0.0), "presses nothing"),
         (lambda: Pressure(float("nan")), "pressure=nan"),
         (lambda: Pressure(5.0, steps=0), "above 0"),
-        (lambda: -1.0, r"penalty=-1.0 .*Pressure\(64\), or a Budget"),
+        (lambda: -1.0, r"penalty=-1.0 must be .* zero or larger. Or name the size: Budget"),
         (lambda: "64", "penalty='64'"),
         (lambda: {"params": 0.2}, "penalty={'params': 0.2}"),
         (lambda: True, "penalty=True"),

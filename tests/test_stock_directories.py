@@ -45,7 +45,7 @@ def test_what_a_trainer_saved_comes_back(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
-    from maestro_lod.integrations.huggingface_trainer import LoDCallback
+    from maestro_lod.integrations.huggingface_trainer import LoDTrainerCallback
 
     rows = [{key: value[0] for key, value in ZOO["llama"].inputs().items()} for _ in range(4)]
     arguments = TrainingArguments(
@@ -54,7 +54,7 @@ def test_what_a_trainer_saved_comes_back(tmp_path: Path) -> None:
     )  # fmt: skip
     model = lod.decompose(ZOO["llama"]())
     trainer = Trainer(model, arguments, train_dataset=rows)
-    trainer.add_callback(LoDCallback(trainer, penalty=0.1, threshold=0.5, proximal=True))
+    trainer.add_callback(LoDTrainerCallback(trainer, penalty=0.1, threshold=0.5, proximal=True))
     trainer.train()
     trainer.save_model(tmp_path / "saved")
     assert sum(lod.ranks(model).values()) < sum(lod.ranks(lod.decompose(ZOO["llama"]())).values())

@@ -51,8 +51,8 @@ from maestro_lod.train.evaluate import (
     recalibrate,
     to_evaluate,
 )
+from maestro_lod.train.finetune import finetune
 from maestro_lod.train.fit import FitOptions
-from maestro_lod.train.healing import heal as heal_plain
 from maestro_lod.train.sample import SAMPLES, first_samples, mean_loss
 
 Progress = Callable[[int, float], None]
@@ -227,7 +227,7 @@ def _healed(trained: Trained, epochs: int, plain: nn.Module) -> None:
     recipe = trained.run.recipe
     kept = trained.run.directory / f"healing-{epochs}-{weights_digest(plain)[:16]}.safetensors"
     options = FitOptions(recipe.clip_norm, recipe.accumulate, recipe.amp, recipe.recalibration)
-    heal_plain(
+    finetune(
         plain, trained.data.train, optimizer=optimizer_of(recipe, plain), epochs=epochs,
         loss=loss_of(recipe), seed=recipe.seed, options=options, checkpoint=kept,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """A callback for the Hugging Face Trainer, and for its relatives.
 
     trainer = Trainer(lod.decompose(model), arguments, train_dataset=data)
-    trainer.add_callback(LoDCallback(trainer, penalty=1e-5, proximal=True))
+    trainer.add_callback(LoDTrainerCallback(trainer, penalty=1e-5, proximal=True))
     trainer.train()
 
 Optimizer, scheduler, accumulation, clipping and precision are the trainer's. Each batch is one step
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _KEY = "maestro_lod"  # of our state among those of the callbacks, in trainer_state.json
 
 
-class LoDCallback(TrainerCallback):
+class LoDTrainerCallback(TrainerCallback):
     """Trains the decomposed model of a Trainer by LoD; takes the trainer and LoD's options.
 
     Its state is part of the trainer's checkpoints. What is known of an epoch (lod/…: ranks, size,
@@ -48,8 +48,8 @@ class LoDCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, **options: Unpack[Options]) -> None:
         if not isinstance(trainer, Trainer):
             raise OptionError(
-                f"LoDCallback was given a {type(trainer).__name__}: make the trainer first, then "
-                "trainer.add_callback(LoDCallback(trainer, …))."
+                f"LoDTrainerCallback was given a {type(trainer).__name__}: make the trainer first, "
+                "then trainer.add_callback(LoDTrainerCallback(trainer, …))."
             )
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             raise OptionError(
@@ -72,13 +72,13 @@ class LoDCallback(TrainerCallback):
     ) -> None:
         """Make the LoD; weights and optimizer are restored by now, if there was a checkpoint."""
         trainer = self._trainer
-        require_single(trainer.callback_handler.callbacks, LoDCallback)
+        require_single(trainer.callback_handler.callbacks, LoDTrainerCallback)
         states: Any = state.stateful_callbacks  # a dict once the state is made
         saved = states.get(_KEY) if state.global_step else None
         if state.global_step and not saved:
             raise TrainingError(
                 f"training goes on from step {state.global_step}, but the checkpoint holds no "
-                "state of LoDCallback. Load the model from it and train without "
+                "state of LoDTrainerCallback. Load the model from it and train without "
                 "resume_from_checkpoint."
             )
         self._driver.load_state_dict(_with_tensors(saved or {}))

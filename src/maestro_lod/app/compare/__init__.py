@@ -7,7 +7,7 @@ from pathlib import Path
 
 from maestro_lod.app.compare.gather import gathered
 from maestro_lod.app.compare.page import write_page
-from maestro_lod.app.compare.plan import Plan
+from maestro_lod.app.compare.plan import ComparisonPlan
 from maestro_lod.app.compare.runner import Runner
 from maestro_lod.app.compare.table import Comparison, Row, Winner
 from maestro_lod.app.run import Watcher
@@ -45,7 +45,7 @@ def compare(
     and shares the work with one that is running. `say` is told in a line what happens, and what a
     method cannot do; the others go on. `stop` is asked after each step.
     """
-    plan = Plan(
+    plan = ComparisonPlan(
         recipe, tuple(changes), tuple(dict.fromkeys(sizes)), seeds, budget, lr_trials, lr_epochs,
         Path(out),
     )  # fmt: skip

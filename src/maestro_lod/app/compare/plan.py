@@ -44,7 +44,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """What is compared, and how."""
 
     recipe: str

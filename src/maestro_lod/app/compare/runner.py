@@ -18,7 +18,7 @@ from maestro_lod.app.binding import fixed_settings
 from maestro_lod.app.compare.contenders import Contender, contender
 from maestro_lod.app.compare.measure import Measured, measure, measured
 from maestro_lod.app.compare.metrics import better, metric_in
-from maestro_lod.app.compare.plan import Pace, Plan, Training
+from maestro_lod.app.compare.plan import ComparisonPlan, Pace, Training
 from maestro_lod.app.run import Interrupted, Run, Watcher
 from maestro_lod.errors import BusyError, MaestroError, OptionError, TrainingError
 
@@ -34,7 +34,7 @@ def _ignore(line: str) -> None:
 class Runner:
     """Trains, measures, and remembers what cannot be done and why."""
 
-    plan: Plan
+    plan: ComparisonPlan
     names: Sequence[str]
     watchers: Sequence[Watcher] = ()
     say: Callable[[str], None] = _ignore

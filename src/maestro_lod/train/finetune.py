@@ -17,7 +17,7 @@ from maestro_lod.train.progress import Progress
 _RATE = 0.3  # of the learning rate that a training begins with; for an MLP better than 1 and 0.1
 
 
-def heal(
+def finetune(
     plain: nn.Module,
     train_data: Iterable[Batch],
     *,
@@ -31,7 +31,7 @@ def heal(
     """Train an extracted model for some epochs, in place, at a learning rate that falls to zero.
 
     >>> small = extract(model, ranks)
-    >>> heal(small, loader, optimizer=SGD(small.parameters(), lr=0.01, momentum=0.9))
+    >>> finetune(small, loader, optimizer=SGD(small.parameters(), lr=0.01, momentum=0.9))
 
     The optimizer is one that would train the model anew: healing begins at three tenths of its
     learning rate. `checkpoint` is a file that is written after every epoch: with one that is there

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import maestro_lod as lod
 from maestro_lod.errors import CheckpointError, OptionError
-from maestro_lod.train import healing
+from maestro_lod.train import finetune as module
 from maestro_lod.train.evaluate import evaluate
-from maestro_lod.train.healing import heal
+from maestro_lod.train.finetune import finetune
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -40,7 +40,7 @@ def test_a_cut_model_gets_better_at_a_learning_rate_that_ends_at_zero() -> None:
     plain = cut_model()
     before = evaluate(plain, batches())["loss"]
     optimizer = sgd(plain)
-    progress = heal(plain, batches(), optimizer=optimizer, epochs=2)
+    progress = finetune(plain, batches(), optimizer=optimizer, epochs=2)
     assert evaluate(plain, batches())["loss"] < 0.9 * before
     assert progress.step == 16 and optimizer.param_groups[0]["lr"] == pytest.approx(0.3 * 0.1 / 16)
 
@@ -48,33 +48,33 @@ def test_a_cut_model_gets_better_at_a_learning_rate_that_ends_at_zero() -> None:
 def test_healing_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, file = cut_model(), tmp_path / "healing"
     whole = copy.deepcopy(start)
-    heal(whole, batches(), optimizer=sgd(whole), epochs=3)
-    save = healing.save_state
+    finetune(whole, batches(), optimizer=sgd(whole), epochs=3)
+    save = module.save_state
 
     def save_and_stop(state: Any, path: Path) -> None:
         save(state, path)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(healing, "save_state", save_and_stop)
+    monkeypatch.setattr(module, "save_state", save_and_stop)
     model = copy.deepcopy(start)
     with pytest.raises(KeyboardInterrupt):
-        heal(model, batches(), optimizer=sgd(model), epochs=3, checkpoint=file)
+        finetune(model, batches(), optimizer=sgd(model), epochs=3, checkpoint=file)
     monkeypatch.undo()
     for _ in range(2):  # to the end, and once more from there
         model = copy.deepcopy(start)
-        heal(model, batches(), optimizer=sgd(model), epochs=3, checkpoint=file)
+        finetune(model, batches(), optimizer=sgd(model), epochs=3, checkpoint=file)
         for one, other in zip(
             whole.state_dict().values(), model.state_dict().values(), strict=True
         ):
             assert torch.equal(one, other)
     other_model = nn.Linear(10, 4)
     with pytest.raises(CheckpointError, match="another model"):
-        heal(other_model, batches(), optimizer=sgd(other_model), checkpoint=file)
+        finetune(other_model, batches(), optimizer=sgd(other_model), checkpoint=file)
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
     model = nn.Linear(10, 4)
     with pytest.raises(OptionError, match="heal=0"):
-        heal(model, batches(), optimizer=sgd(model), epochs=0)
+        finetune(model, batches(), optimizer=sgd(model), epochs=0)
     with pytest.raises(OptionError, match="length"):
-        heal(model, iter(batches()), optimizer=sgd(model))
+        finetune(model, iter(batches()), optimizer=sgd(model))
