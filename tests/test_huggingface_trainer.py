@@ -217,7 +217,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     twice = trainer(tmp_path)
     twice.add_callback(LoDTrainerCallback(twice))
     twice.callback_handler.callbacks.append(LoDTrainerCallback(twice))
-    with pytest.raises(OptionError, match="the trainer has 2 LoDCallbacks"):
+    with pytest.raises(OptionError, match="the trainer has 2 LoDTrainerCallbacks"):
         twice.train()
 
     scaled = trainer(tmp_path)
