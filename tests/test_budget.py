@@ -170,6 +170,20 @@ def test_a_budget_needs_ranks_to_remove_and_macs_to_count() -> None:
         lod.LoD(model, optimizer, penalty=lod.Budget(macs=0.2))
 
 
+def test_a_state_of_a_budget_that_pressed_ranks_goes_on_and_lands() -> None:
+    torch.manual_seed(0)
+    model = lod.decompose(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    train = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.4), example=torch.empty(1, 20))
+    state = train.state_dict()
+    state["budget"] |= {"phase": "pressing", "steps": 8, "step": 20, "pace": 0.1, "spared": ["0"]}
+    train.load_state_dict(state)
+    assert train.landing is not None and train.landing.phase == "whole"
+    lod.fit(model, data(), optimizer=optimizer, method=train, epochs=2)
+    assert train.landing.phase == "landed"
+    assert count_params(lod.extract(model)) <= 0.4 * count_params(net())
+
+
 def test_a_state_without_a_budget_is_refused() -> None:
     model = lod.decompose(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

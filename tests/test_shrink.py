@@ -588,9 +588,11 @@ def test_a_wrapper_that_was_deleted_does_not_matter(process_group):
     ddp = DistributedDataParallel(model)
     del ddp
     shrink(model, threshold=1e-9)
+    assert ranks(model) == KEEP
     again = DistributedDataParallel(model)
     x, y = batch(0)
     F.cross_entropy(again(x), y).backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
 def test_sampling_alone_can_be_done_inside_a_live_ddp_wrapper(process_group):
@@ -620,9 +622,11 @@ def test_a_larger_model_in_a_wrapper_is_found_through_its_part(process_group):
     ddp = DistributedDataParallel(nn.Sequential(model, nn.Linear(3, 3).double()))
     zero_tails(model)
     shrink(model, threshold=1e-9)
+    assert ranks(model) == KEEP
     x, y = batch(0)
     for _ in range(2):
         F.cross_entropy(ddp(x), y).backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in ddp.parameters())
 
 
 def test_looking_for_wrappers_survives_dead_weak_references(process_group):

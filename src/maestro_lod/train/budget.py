@@ -135,6 +135,6 @@ class Landing:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; the limit is that of the saved one."""
         for entry in fields(self):
-            setattr(self, entry.name, state.get(entry.name, getattr(self, entry.name)))
+            setattr(self, entry.name, state[entry.name])
         if self.phase not in ("holding", "landed"):
             self.phase = "whole"  # an older state may say how far it was pressed
