@@ -15,20 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from maestro_lod import LoD, decompose, ranks, shrink
 from maestro_lod.errors import LayerError, OptionError, TrainingError
 from maestro_lod.layers import LowRank
-from tests.trainers import (
-    ACCUMULATED,
-    BATCH,
-    CLIP,
-    EPOCHS,
-    OPTIONS,
-    assert_same_weights,
-    by_hand,
-    decay,
-    low_rank_network,
-    network,
-    samples,
-    sgd,
-)
+from tests import trainers as task
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
@@ -49,19 +36,26 @@ def _no_state_left() -> Iterator[None]:
 class Run:
     """One training in Accelerate's own idiom, from the start or from a directory."""
 
-    def __init__(self, accelerator: Accelerator | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        case: task.Case = task.SGD,
+        accelerator: Accelerator | None = None,
+        count: int = 36,
+        batch: int = task.BATCH,
+    ) -> None:
         self.accelerator = accelerator or Accelerator(
-            cpu=True, gradient_accumulation_steps=ACCUMULATED, step_scheduler_with_optimizer=False
+            cpu=True,
+            gradient_accumulation_steps=task.ACCUMULATED,
+            step_scheduler_with_optimizer=False,
+            mixed_precision="bf16" if case.bf16 else "no",
         )
-        model = low_rank_network()
-        optimizer = sgd(model.parameters())
-        loader = DataLoader(TensorDataset(*samples()), batch_size=BATCH)
+        self.inner = decompose(case.network())
+        optimizer = case.optimizer_of(self.inner)
+        loader = DataLoader(TensorDataset(*case.samples(count)), batch_size=batch)
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
-            model, optimizer, loader, decay(optimizer)
+            self.inner, optimizer, loader, task.decay(optimizer)
         )
-        self.train = AcceleratedLoD(
-            self.accelerator, self.model, self.optimizer, **(OPTIONS | options)
-        )
+        self.train = AcceleratedLoD(self.accelerator, self.model, self.optimizer, **case.options)
 
     def epochs(self, first: int, end: int, save_in: Path | None = None) -> None:
         for epoch in range(first, end):
@@ -69,7 +63,7 @@ class Run:
                 self.batch(x, y)
                 if i == 3 and save_in is not None:
                     self.accelerator.save_state(str(save_in / f"within {epoch}"))
-            self.train.end_epoch(last=epoch + 1 == EPOCHS)
+            self.train.end_epoch(last=epoch + 1 == task.EPOCHS)
             if save_in is not None:
                 self.accelerator.save_state(str(save_in / f"after {epoch}"))
 
@@ -79,45 +73,39 @@ class Run:
                 loss = F.cross_entropy(self.model(x), y)
             self.train.backward(loss)
             if self.accelerator.sync_gradients:
-                self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                self.accelerator.clip_grad_norm_(self.model.parameters(), task.CLIP)
             self.optimizer.step()
             if self.accelerator.sync_gradients:
                 self.scheduler.step()
             self.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("case", ["sgd", "bf16", "proximal"])
-def test_the_same_weights_as_by_hand(case: str) -> None:
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=ACCUMULATED,
-        step_scheduler_with_optimizer=False,
-        mixed_precision="bf16" if case == "bf16" else "no",
-    )
-    run = Run(accelerator, proximal=case == "proximal")
-    run.epochs(0, EPOCHS)
-    hand = by_hand(bf16=case == "bf16", proximal=case == "proximal")
-    assert_same_weights(run.model, hand.model)
-    assert run.train.steps == 3 * EPOCHS
+@pytest.mark.parametrize("case", task.CASES.values(), ids=task.CASES)
+def test_the_same_weights_as_by_hand(case: task.Case) -> None:
+    run = Run(case)
+    run.epochs(0, task.EPOCHS)
+    hand = task.by_hand(case)
+    task.assert_same_weights(run.model, hand.model)
+    assert run.train.steps == 3 * task.EPOCHS
     assert sum(ranks(run.model).values()) < 20
 
 
 def test_a_run_goes_on_from_a_directory_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     Run().epochs(0, 3, save_in=tmp_path)
-    expected = by_hand().model
+    expected = task.by_hand().model
     for epoch in (0, 2):
         again = Run()
         again.accelerator.load_state(str(tmp_path / f"after {epoch}"))
         assert again.train.lod.epoch == epoch + 1
-        again.epochs(epoch + 1, EPOCHS)
-        assert_same_weights(again.model, expected)
+        again.epochs(epoch + 1, task.EPOCHS)
+        task.assert_same_weights(again.model, expected)
     within = Run()
     within.accelerator.load_state(str(tmp_path / "within 1"))
     for x, y in within.accelerator.skip_first_batches(within.loader, 4):
         within.batch(x, y)
     within.train.end_epoch()
-    within.epochs(2, EPOCHS)
-    assert_same_weights(within.model, expected)
+    within.epochs(2, task.EPOCHS)
+    task.assert_same_weights(within.model, expected)
 
 
 def test_ranks_and_cost_reach_the_trackers() -> None:
@@ -140,9 +128,11 @@ def test_ranks_and_cost_reach_the_trackers() -> None:
             self.logged.append((step, values))
 
     tracker = Tracker()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED, log_with=tracker)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=task.ACCUMULATED, log_with=tracker
+    )
     accelerator.init_trackers("runs")
-    run = Run(accelerator)
+    run = Run(accelerator=accelerator)
     run.epochs(0, 2)
     assert [step for step, _ in tracker.logged] == [3, 6]
     assert tracker.logged[-1][1]["lod/total_rank"] == sum(ranks(run.model).values())
@@ -152,11 +142,11 @@ def test_ranks_and_cost_reach_the_trackers() -> None:
 @pytest.mark.parametrize("proximal", [False, True])
 def test_lod_itself_takes_what_accelerate_prepared(proximal: bool) -> None:
     model, optimizer = Accelerator(cpu=True).prepare(
-        model := low_rank_network(), sgd(model.parameters())
+        model := decompose(task.SGD.network()), task.SGD.optimizer_of(model)
     )
     assert type(optimizer) is not optim.SGD
     train = LoD(model, optimizer, penalty=0.05, threshold=0.3, proximal=proximal)
-    x, y = samples()
+    x, y = task.SGD.samples()
     before = sum(ranks(model).values())
     for _ in range(10):
         with train.step():
@@ -173,19 +163,21 @@ def test_lod_itself_takes_what_accelerate_prepared(proximal: bool) -> None:
 
 def test_wrong_use_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
-    dense, optimizer = accelerator.prepare(model := network(), sgd(model.parameters()))
+    dense, optimizer = accelerator.prepare(
+        model := task.SGD.network(), task.SGD.optimizer_of(model)
+    )
     with pytest.raises(LayerError, match=r"no low-rank layer. Call decompose\(model\) first"):
         AcceleratedLoD(accelerator, dense, optimizer)
     decompose(dense)
     with pytest.raises(TrainingError, match="Create it after decompose"):
         AcceleratedLoD(accelerator, dense, optimizer)
 
-    run = Run(accelerator)
+    run = Run(accelerator=accelerator)
     with pytest.raises(OptionError, match="has an AcceleratedLoD already"):
         AcceleratedLoD(accelerator, run.model, run.optimizer)
     with pytest.raises(TrainingError, match="no step was done in this epoch"):
         run.train.end_epoch()
-    x, y = samples()
+    x, y = task.SGD.samples()
     with pytest.raises(TrainingError, match="comes once per"):
         run.train.backward(run.model(x).sum())
     with run.train.accumulate():
@@ -198,13 +190,13 @@ def test_wrong_use_is_refused() -> None:
     assert all(layer.active_rank == layer.rank for layer in layers)
     accelerator.scaler = object()  # as float16 has one on a GPU
     with pytest.raises(OptionError, match="Use proximal=True, or bf16"):
-        Run(accelerator)
+        Run(accelerator=accelerator)
 
 
 def test_a_penalty_that_never_arrives_is_an_error() -> None:
     run = Run()
-    x, y = samples()
-    for _ in range(ACCUMULATED):
+    x, y = task.SGD.samples()
+    for _ in range(task.ACCUMULATED):
         with run.train.accumulate():
             run.accelerator.backward(F.cross_entropy(run.model(x), y))  # not train.backward
             run.optimizer.step()

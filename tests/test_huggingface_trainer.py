@@ -15,19 +15,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from maestro_lod import Budget, at_ranks, decompose, ranks
 from maestro_lod.errors import LayerError, OptionError, TrainingError
 from maestro_lod.layers import LowRank
-from tests.trainers import (
-    ACCUMULATED,
-    BATCH,
-    CLIP,
-    EPOCHS,
-    OPTIONS,
-    assert_same_weights,
-    by_hand,
-    decay,
-    network,
-    samples,
-    sgd,
-)
+from tests import trainers as task
 
 hf = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -36,9 +24,9 @@ from maestro_lod.integrations.huggingface_trainer import LoDTrainerCallback  # n
 
 
 class Classifier(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, case: task.Case = task.SGD) -> None:
         super().__init__()
-        self.net = network()
+        self.net = case.network()
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.net(x)
@@ -46,8 +34,8 @@ class Classifier(nn.Module):
 
 
 class Samples(Dataset):
-    def __init__(self, count: int = 36) -> None:
-        self.x, self.y = samples(count)
+    def __init__(self, count: int = 36, case: task.Case = task.SGD) -> None:
+        self.x, self.y = case.samples(count)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -62,13 +50,18 @@ class InOrder(hf.Trainer):
 
 
 def trainer(
-    directory: Path, model: nn.Module | None = None, count: int = 36, **options: Any
+    directory: Path,
+    model: nn.Module | None = None,
+    count: int = 36,
+    case: task.Case = task.SGD,
+    **options: Any,
 ) -> Any:
     defaults: dict[str, Any] = {
-        "per_device_train_batch_size": BATCH,
-        "gradient_accumulation_steps": ACCUMULATED,
-        "max_grad_norm": CLIP,
-        "num_train_epochs": EPOCHS,
+        "per_device_train_batch_size": task.BATCH,
+        "gradient_accumulation_steps": task.ACCUMULATED,
+        "max_grad_norm": task.CLIP,
+        "num_train_epochs": task.EPOCHS,
+        "bf16": case.bf16,
         "use_cpu": True,
         "report_to": [],
         "save_strategy": "no",
@@ -76,33 +69,34 @@ def trainer(
         "dataloader_pin_memory": False,
     }
     arguments = hf.TrainingArguments(output_dir=str(directory), **(defaults | options))
-    model = decompose(Classifier()) if model is None else model
-    optimizer = sgd(model.parameters())
+    model = decompose(Classifier(case)) if model is None else model
+    optimizer = case.optimizer_of(model)
     return InOrder(
-        model, arguments, train_dataset=Samples(count), eval_dataset=Samples(),
-        optimizers=(optimizer, decay(optimizer)),
+        model, arguments, train_dataset=Samples(count, case), eval_dataset=Samples(),
+        optimizers=(optimizer, task.decay(optimizer)),
     )  # fmt: skip
 
 
-def trained(directory: Path, resume: Path | None = None, **options: Any) -> Any:
-    of_lod = {key: options.pop(key) for key in OPTIONS.keys() | {"proximal"} if key in options}
-    run = trainer(directory, **options)
-    run.add_callback(LoDTrainerCallback(run, **(OPTIONS | of_lod)))
+def trained(
+    directory: Path, resume: Path | None = None, case: task.Case = task.SGD, **options: Any
+) -> Any:
+    of_lod = {key: options.pop(key) for key in task.OPTIONS if key in options}
+    run = trainer(directory, case=case, **options)
+    run.add_callback(LoDTrainerCallback(run, **(case.options | of_lod)))
     run.train(resume_from_checkpoint=resume)
     return run
 
 
 def last_one_whole(i: int) -> float:
     """The Trainer divides by the batches that there are: the last one stands alone."""
-    return 1.0 if i == 4 else 1 / ACCUMULATED
+    return 1.0 if i == 4 else 1 / task.ACCUMULATED
 
 
-@pytest.mark.parametrize("case", ["sgd", "bf16", "proximal"])
-def test_the_same_weights_as_by_hand(case: str, tmp_path: Path) -> None:
-    options = {"proximal": case == "proximal"}
-    hand = by_hand(last_one_whole, bf16=case == "bf16", **options)
-    run = trained(tmp_path, bf16=case == "bf16", **options)
-    assert_same_weights(run.model, hand.model)
+@pytest.mark.parametrize("case", task.CASES.values(), ids=task.CASES)
+def test_the_same_weights_as_by_hand(case: task.Case, tmp_path: Path) -> None:
+    hand = task.by_hand(case, last_one_whole)
+    run = trained(tmp_path, case=case)
+    task.assert_same_weights(run.model, hand.model)
     assert sum(ranks(run.model).values()) < 20
 
 
@@ -118,7 +112,7 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
     assert len(saved) >= 4
     for checkpoint in saved[:2]:
         again = trained(tmp_path / "again", resume=checkpoint)
-        assert_same_weights(again.model, by_hand(last_one_whole).model)
+        task.assert_same_weights(again.model, task.by_hand(weight=last_one_whole).model)
 
 
 def test_the_best_checkpoint_has_larger_ranks_and_is_loaded(tmp_path: Path) -> None:
@@ -130,7 +124,7 @@ def test_the_best_checkpoint_has_larger_ranks_and_is_loaded(tmp_path: Path) -> N
         tmp_path, save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True,
         metric_for_best_model="rank", greater_is_better=True, num_train_epochs=9,
     )  # fmt: skip
-    run.add_callback(LoDTrainerCallback(run, **OPTIONS))
+    run.add_callback(LoDTrainerCallback(run, **task.OPTIONS))
     run.add_callback(Rank())
     run.add_callback(hf.EarlyStoppingCallback(early_stopping_patience=2))
     run.train()
@@ -149,7 +143,7 @@ def test_evaluation_and_prediction_at_chosen_ranks(tmp_path: Path) -> None:
     with at_ranks(run.model, 2):
         assert run.evaluate()["eval_loss"] != whole
         at_two = run.predict(Samples()).predictions
-        expected = run.model(*samples())["logits"]
+        expected = run.model(*task.SGD.samples())["logits"]
     torch.testing.assert_close(torch.as_tensor(at_two), expected.detach())
     assert run.evaluate()["eval_loss"] == whole
 
@@ -163,7 +157,7 @@ def test_ranks_and_cost_reach_whatever_is_reported_to(tmp_path: Path) -> None:
 
     run = trainer(tmp_path, num_train_epochs=2)
     run.add_callback(Reporter())
-    callback = LoDTrainerCallback(run, **OPTIONS)
+    callback = LoDTrainerCallback(run, **task.OPTIONS)
     run.add_callback(callback)
     run.train()
     ours = [logs for logs in reported if "lod/total_rank" in logs]
@@ -205,7 +199,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LayerError, match=r"no low-rank layer. Call decompose\(model\) first"):
         LoDTrainerCallback(trainer(tmp_path, Classifier()))
     with pytest.raises(OptionError, match="make the trainer first"):
-        LoDTrainerCallback(network())  # type: ignore[arg-type]
+        LoDTrainerCallback(task.SGD.network())  # type: ignore[arg-type]
 
     model = Classifier()
     early = trainer(tmp_path, model)  # makes an optimizer
@@ -221,7 +215,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
         twice.train()
 
     scaled = trainer(tmp_path)
-    scaled.add_callback(LoDTrainerCallback(scaled, **OPTIONS))
+    scaled.add_callback(LoDTrainerCallback(scaled, **task.OPTIONS))
     scaled.accelerator.scaler = object()  # as float16 has one on a GPU
     with pytest.raises(OptionError, match="Use proximal=True, or bf16"):
         scaled.train()

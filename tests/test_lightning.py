@@ -9,26 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from maestro_lod import Budget, at_ranks, decompose, ranks
 from maestro_lod.errors import LayerError, OptionError, TrainingError
 from maestro_lod.layers import LowRank
-from tests.trainers import (
-    ACCUMULATED,
-    BATCH,
-    CLIP,
-    EPOCHS,
-    OPTIONS,
-    assert_same_weights,
-    by_hand,
-    decay,
-    network,
-    samples,
-    sgd,
-)
+from tests import trainers as task
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -47,9 +35,9 @@ pytestmark = [
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, net: nn.Module | None = None) -> None:
+    def __init__(self, case: task.Case = task.SGD) -> None:
         super().__init__()
-        self.net = net or network()
+        self.case, self.net = case, case.network()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -66,16 +54,16 @@ class Module(lightning.LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        optimizer = sgd(self.parameters())
-        return [optimizer], [{"scheduler": decay(optimizer), "interval": "step"}]
+        optimizer = self.case.optimizer_of(self)
+        return [optimizer], [{"scheduler": task.decay(optimizer), "interval": "step"}]
 
 
-def module() -> Module:
-    return decompose(Module())
+def module(case: task.Case = task.SGD) -> Module:
+    return decompose(Module(case))
 
 
-def loader(kind: type[DataLoader] = DataLoader) -> DataLoader:
-    return kind(TensorDataset(*samples()), batch_size=BATCH)
+def loader(kind: type[DataLoader] = DataLoader, case: task.Case = task.SGD) -> DataLoader:
+    return kind(TensorDataset(*case.samples()), batch_size=task.BATCH)
 
 
 class ResumableLoader(DataLoader):
@@ -97,28 +85,30 @@ class ResumableLoader(DataLoader):
         self.done = state["done"]
 
 
-def trainer(*callbacks: Any, epochs: int = EPOCHS, **options: Any) -> Any:
+def trainer(*callbacks: Any, epochs: int = task.EPOCHS, **options: Any) -> Any:
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        "accumulate_grad_batches": ACCUMULATED,
-        "gradient_clip_val": CLIP,
+        "accumulate_grad_batches": task.ACCUMULATED,
+        "gradient_clip_val": task.CLIP,
         "max_epochs": epochs,
     }
     return lightning.Trainer(callbacks=list(callbacks), **(defaults | options))
 
 
-@pytest.mark.parametrize("case", ["sgd", "bf16", "proximal"])
-def test_the_same_weights_as_by_hand(case: str) -> None:
-    options = {"proximal": case == "proximal"}
-    hand = by_hand(bf16=case == "bf16", **options)
-    model, callback = module(), LoDCallback(**OPTIONS, **options)
-    precision = "bf16-mixed" if case == "bf16" else "32-true"
-    trainer(callback, precision=precision).fit(model, loader())
-    assert_same_weights(model, hand.model)
+def precision_of(case: task.Case) -> str:
+    return "64-true" if case.dtype == torch.float64 else "bf16-mixed" if case.bf16 else "32-true"
+
+
+@pytest.mark.parametrize("case", task.CASES.values(), ids=task.CASES)
+def test_the_same_weights_as_by_hand(case: task.Case) -> None:
+    hand = task.by_hand(case)
+    model, callback = module(case), LoDCallback(**case.options)
+    trainer(callback, precision=precision_of(case)).fit(model, loader(case=case))
+    task.assert_same_weights(model, hand.model)
     assert sum(ranks(model).values()) < 20
     assert (
         callback.lod.state_dict()["ledger"]["epochs"][-1]["params"]
@@ -135,11 +125,11 @@ def test_validation_sees_all_ranks_after_the_shrink_and_does_not_disturb() -> No
             assert all(m.active_rank == m.rank for m in layers)
             seen.append(sum(m.rank for m in layers))
 
-    model, callback = decompose(Watched()), LoDCallback(**OPTIONS)
+    model, callback = decompose(Watched()), LoDCallback(**task.OPTIONS)
     trainer(callback, num_sanity_val_steps=0).fit(
-        model, loader(), DataLoader(TensorDataset(*samples()), batch_size=36)
+        model, loader(), DataLoader(TensorDataset(*task.SGD.samples()), batch_size=36)
     )
-    assert_same_weights(model, by_hand().model)
+    task.assert_same_weights(model, task.by_hand().model)
     shrunk = [sum(of_layers.values()) for of_layers in callback.lod.history[1:]]
     assert seen == [*shrunk, sum(ranks(model).values())]
 
@@ -152,14 +142,14 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
     if every.endswith("batches"):
         keep["every_n_train_steps"] = 2 if every[0] == "2" else 3
     validation = loader() if every == "validation" else None
-    trainer(LoDCallback(**OPTIONS), ModelCheckpoint(**keep), epochs=2).fit(
+    trainer(LoDCallback(**task.OPTIONS), ModelCheckpoint(**keep), epochs=2).fit(
         module(), loader(ResumableLoader), validation
     )
     for file in sorted(tmp_path.iterdir()):
         model = module()
         data = loader(ResumableLoader)
-        trainer(LoDCallback(**OPTIONS)).fit(model, data, validation, ckpt_path=file)
-        assert_same_weights(model, by_hand().model)
+        trainer(LoDCallback(**task.OPTIONS)).fit(model, data, validation, ckpt_path=file)
+        task.assert_same_weights(model, task.by_hand().model)
     assert len(list(tmp_path.iterdir())) > 1
 
 
@@ -167,7 +157,7 @@ def test_the_best_checkpoint_has_larger_ranks_and_is_loaded(tmp_path: Path) -> N
     best = ModelCheckpoint(dirpath=tmp_path, monitor="minus_rank", mode="min")
     model = module()
     stop = EarlyStopping(monitor="minus_rank", mode="min", patience=2)
-    run = trainer(LoDCallback(**OPTIONS), best, stop, epochs=9)
+    run = trainer(LoDCallback(**task.OPTIONS), best, stop, epochs=9)
     run.fit(model, loader(), loader())
     assert run.current_epoch == 3  # the third epoch in which the rank only fell
     small = sum(ranks(model).values())
@@ -176,8 +166,8 @@ def test_the_best_checkpoint_has_larger_ranks_and_is_loaded(tmp_path: Path) -> N
 
 
 def test_evaluation_and_prediction_at_chosen_ranks() -> None:
-    model, x = module(), samples()[0]
-    run = trainer(LoDCallback(**OPTIONS), epochs=1)
+    model, x = module(), task.SGD.samples()[0]
+    run = trainer(LoDCallback(**task.OPTIONS), epochs=1)
     run.fit(model, loader())
     whole = torch.cat(run.predict(model, loader()))
     torch.testing.assert_close(whole, model(x).detach())
@@ -192,7 +182,7 @@ def test_evaluation_and_prediction_at_chosen_ranks() -> None:
 
 def test_ranks_and_cost_reach_the_logger(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    callback = LoDCallback(**OPTIONS)
+    callback = LoDCallback(**task.OPTIONS)
     trainer(callback, logger=logger, epochs=2, log_every_n_steps=1).fit(module(), loader())
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -219,7 +209,7 @@ def test_a_batch_that_is_skipped_and_steps_that_end_early() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*training_step.*returned.*None")
         model = decompose(Skipping())
-        trainer(LoDCallback(**OPTIONS), epochs=-1, max_steps=4).fit(model, loader())
+        trainer(LoDCallback(**task.OPTIONS), epochs=-1, max_steps=4).fit(model, loader())
     assert all(m.active_rank == m.rank for m in model.modules() if isinstance(m, LowRank))
 
 
@@ -230,7 +220,7 @@ def test_an_error_in_a_step_leaves_all_ranks_active() -> None:
 
     model = decompose(Failing())
     with pytest.raises(ValueError, match="the data is bad"):
-        trainer(LoDCallback(**OPTIONS)).fit(model, loader())
+        trainer(LoDCallback(**task.OPTIONS)).fit(model, loader())
     assert all(m.active_rank == m.rank for m in model.modules() if isinstance(m, LowRank))
 
 
@@ -241,7 +231,7 @@ def test_wrong_use_is_refused() -> None:
     class Early(Module):
         def __init__(self) -> None:
             super().__init__()
-            self.made = sgd(self.parameters())
+            self.made = self.case.optimizer_of(self)
 
         def configure_optimizers(self) -> optim.Optimizer:
             return self.made
@@ -268,7 +258,7 @@ def test_wrong_use_is_refused() -> None:
 
     class Two(Module):
         def configure_optimizers(self) -> Any:
-            return [sgd(self.net[:2].parameters()), sgd(self.net[2:].parameters())]
+            return [self.case.optimizer_of(part) for part in (self.net[:2], self.net[2:])]
 
     with pytest.raises((OptionError, RuntimeError), match="optimizers"):
         trainer(LoDCallback()).fit(decompose(Two()), loader())

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import maestro_lod as lod
-from tests.trainers import network, samples
+from tests.trainers import SGD
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "trainers.md").read_text()
@@ -34,7 +34,7 @@ def run(heading: str, **names: Any) -> dict[str, Any]:
 
 
 def loader() -> DataLoader:
-    return DataLoader(TensorDataset(*samples()), batch_size=8)
+    return DataLoader(TensorDataset(*SGD.samples()), batch_size=8)
 
 
 @pytest.mark.filterwarnings("ignore:.*treespec")
@@ -66,7 +66,7 @@ def test_accelerate() -> None:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     try:
-        done = run("Accelerate", network=network(), loader=loader())
+        done = run("Accelerate", network=SGD.network(), loader=loader())
     finally:
         for shared in (AcceleratorState, GradientState, PartialState):
             shared._reset_state()
@@ -74,7 +74,7 @@ def test_accelerate() -> None:
 
 
 def test_a_loop_of_ones_own() -> None:
-    assert run("A loop of your own", network=network(), loader=loader())["train"].epoch == 3
+    assert run("A loop of your own", network=SGD.network(), loader=loader())["train"].epoch == 3
 
 
 def test_the_table_is_made_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""What each of several processes does when torchrun starts this file: train in one trainer.
+"""What each of several processes does when torchrun starts this file: train in trainers.
 
-    torchrun --nproc-per-node 2 -m tests.trainer_processes lightning directory
+    torchrun --nproc-per-node 2 -m tests.trainer_processes directory lightning accelerate
 
-Every process writes its weights; all must be the same, and those of one process on whole batches.
+Every process writes its weights, and after which epochs they were those of all the others.
 """
 
 from __future__ import annotations
@@ -16,77 +16,77 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.trainers import ACCUMULATED, CLIP, EPOCHS, OPTIONS, decay, low_rank_network, samples, sgd
+from maestro_lod import LoD
+from tests.test_ddp import same_everywhere
+from tests.trainers import EPOCHS, Case
 
 COUNT, SHARE = 40, 4
 """Samples, and how many of each batch of eight one of two processes has."""
+CASES = {
+    f"{optimizer} {str(dtype).removeprefix('torch.')}": Case(optimizer, dtype)
+    for optimizer in ("sgd", "adamw")
+    for dtype in (torch.float32, torch.float64)
+}
 
 
-def accelerate() -> nn.Module:
-    from accelerate import Accelerator
+def accelerate(case: Case, directory: Path) -> nn.Module:
+    from tests.test_accelerate import Run
 
-    from maestro_lod.integrations.accelerate import AcceleratedLoD
-
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=ACCUMULATED, step_scheduler_with_optimizer=False
-    )
-    assert accelerator.num_processes == 2
-    inner = low_rank_network()
-    made = sgd(inner.parameters())
-    loader = DataLoader(TensorDataset(*samples(COUNT)), batch_size=SHARE)
-    model, optimizer, loader, scheduler = accelerator.prepare(inner, made, loader, decay(made))
-    train = AcceleratedLoD(accelerator, model, optimizer, **OPTIONS)
-    for epoch in range(EPOCHS):
-        for x, y in loader:
-            with train.accumulate():
-                train.backward(F.cross_entropy(model(x), y))
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
-                optimizer.step()
-                if accelerator.sync_gradients:
-                    scheduler.step()
-                optimizer.zero_grad()
-        train.end_epoch(last=epoch + 1 == EPOCHS)
-    return inner
+    run = Run(case, count=COUNT, batch=SHARE)
+    assert run.accelerator.num_processes == 2
+    run.epochs(0, EPOCHS)
+    return run.inner
 
 
-def huggingface(directory: Path) -> nn.Module:
+def huggingface(case: Case, directory: Path) -> nn.Module:
     from tests.test_huggingface_trainer import trained
 
-    run = trained(directory, per_device_train_batch_size=SHARE, count=COUNT)
+    run = trained(directory / "run", case=case, per_device_train_batch_size=SHARE, count=COUNT)
     assert run.args.world_size == 2
     return run.model
 
 
-def lightning() -> nn.Module:
-    from maestro_lod import decompose
+def lightning(case: Case, directory: Path) -> nn.Module:
     from maestro_lod.integrations.lightning import LoDCallback
-    from tests.test_lightning import Module, trainer
+    from tests.test_lightning import module, precision_of, trainer
 
-    model = decompose(Module())
-    data = TensorDataset(*samples(COUNT))
+    model, data = module(case), TensorDataset(*case.samples(COUNT))
     # Lightning's own would shuffle
     sampler = DistributedSampler(data, 2, int(os.environ["RANK"]), shuffle=False)
     loader = DataLoader(data, batch_size=SHARE, sampler=sampler)
-    run = trainer(LoDCallback(**OPTIONS), strategy="ddp", devices=2, use_distributed_sampler=False)
+    run = trainer(
+        LoDCallback(**case.options), strategy="ddp", devices=2, use_distributed_sampler=False,
+        precision=precision_of(case),
+    )  # fmt: skip
     run.fit(model, loader)
     assert run.world_size == 2
     return model
 
 
-def main(name: str, directory: Path) -> None:
+def main(directory: Path, *trainers: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    model: Any = huggingface(directory / "run") if name == "huggingface" else globals()[name]()
-    rank = torch.distributed.get_rank()
-    torch.save([p.detach() for p in model.parameters()], directory / f"{name} {rank}.pt")
+    end_epoch, equal = LoD.end_epoch, list[bool]()
+
+    def then_compared(self: LoD, **options: Any) -> Any:
+        lost = end_epoch(self, **options)
+        equal.append(same_everywhere(self.model))
+        return lost
+
+    LoD.end_epoch = then_compared  # type: ignore[method-assign]
+    for trainer in trainers:
+        for name, case in CASES.items():
+            equal.clear()
+            model = globals()[trainer](case, directory)
+            reached = {"weights": [p.detach() for p in model.parameters()], "equal": equal}
+            rank = torch.distributed.get_rank()
+            torch.save(reached, directory / f"{trainer} {name} {rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

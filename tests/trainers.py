@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,30 +18,46 @@ OPTIONS: dict[str, Any] = {"penalty": 0.02, "threshold": 0.4, "seed": 3}
 """With these the network loses ranks at several epochs' ends."""
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 10), nn.Tanh(), nn.Linear(10, 3)
-    )
+@dataclass(frozen=True)
+class Case:
+    """One way to train the task."""
+
+    optimizer: str = "sgd"
+    dtype: torch.dtype = torch.float32
+    bf16: bool = False
+    """Whether forwards compute in bfloat16."""
+    proximal: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What LoD is given."""
+        return OPTIONS | {"proximal": self.proximal}
+
+    def network(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 10), nn.Tanh(), nn.Linear(10, 3)
+        ).to(self.dtype)
+
+    def samples(self, count: int = 36) -> tuple[Tensor, Tensor]:
+        """Return inputs and labels; with 36 the last batch of five is a smaller one."""
+        x = torch.randn(count, 12, generator=torch.Generator().manual_seed(1))
+        return x.to(self.dtype), (x[:, 0] * 2).round().clamp(-1, 1).long() + 1
+
+    def optimizer_of(self, model: nn.Module) -> optim.Optimizer:
+        if self.optimizer == "adamw":
+            return optim.AdamW(model.parameters(), lr=0.03)
+        return optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 
-def low_rank_network() -> nn.Module:
-    return decompose(network())
-
-
-def samples(count: int = 36) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels; with 36 the last batch of five is a smaller one."""
-    x = torch.randn(count, 12, generator=torch.Generator().manual_seed(1))
-    return x, (x[:, 0] * 2).round().clamp(-1, 1).long() + 1
-
-
-def batches(count: int = 36) -> list[tuple[Tensor, Tensor]]:
-    x, y = samples(count)
-    return list(zip(x.split(BATCH), y.split(BATCH), strict=True))
-
-
-def sgd(parameters: Iterable[Tensor]) -> optim.Optimizer:
-    return optim.SGD(parameters, lr=0.2, momentum=0.9)
+SGD = Case()
+CASES = {
+    "sgd": SGD,
+    "adamw": Case("adamw"),
+    "float64": Case("adamw", torch.float64),
+    "bf16": Case(bf16=True),
+    "proximal": Case(proximal=True),
+}
 
 
 def decay(optimizer: optim.Optimizer) -> optim.lr_scheduler.LambdaLR:
@@ -49,24 +66,24 @@ def decay(optimizer: optim.Optimizer) -> optim.lr_scheduler.LambdaLR:
 
 
 def by_hand(
+    case: Case = SGD,
     weight: Callable[[int], float] = lambda i: 1 / ACCUMULATED,
     *,
     epochs: int = EPOCHS,
-    bf16: bool = False,
     count: int = 36,
-    **options: Any,
 ) -> LoD:
     """Train by a loop of one's own: accumulation, clipping, a scheduler; `weight` is of batch i."""
-    model = low_rank_network()
-    optimizer = sgd(model.parameters())
+    model = decompose(case.network())
+    optimizer = case.optimizer_of(model)
     scheduler = decay(optimizer)
-    train = LoD(model, optimizer, **(OPTIONS | options))
-    data = batches(count)
+    train = LoD(model, optimizer, **case.options)
+    x, y = case.samples(count)
+    data = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
     for epoch in range(epochs):
-        for i, (x, y) in enumerate(data):
+        for i, (inputs, labels) in enumerate(data):
             with train.step():
-                with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
-                    loss = F.cross_entropy(model(x), y)
+                with torch.autocast("cpu", torch.bfloat16) if case.bf16 else nullcontext():
+                    loss = F.cross_entropy(model(inputs), labels)
                 (loss * weight(i)).backward()
             if (i + 1) % ACCUMULATED == 0 or i + 1 == len(data):
                 train.add_penalty_gradients()
