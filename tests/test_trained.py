@@ -20,6 +20,7 @@ from maestro_lod.app.cli import main
 from maestro_lod.app.models import LeNet
 from maestro_lod.app.run import Run
 from maestro_lod.app.trained import Trained
+from maestro_lod.calls import as_call
 from maestro_lod.cost import count_params
 from maestro_lod.deploy import deployment as files
 from maestro_lod.deploy import measured as timing
@@ -100,7 +101,7 @@ def test_a_run_is_deployed_to_every_format(
     rebuilt = lod.load(out / "model.safetensors", into=LeNet()).eval()
     assert not low_rank_layers(rebuilt)
     example = trained.example(5).normal_()
-    (answer,) = opened(out / "model.onnx")(deployment.as_call(example))
+    (answer,) = opened(out / "model.onnx")(as_call(example))
     torch.testing.assert_close(answer, rebuilt(example), rtol=1e-4, atol=1e-4)
 
 

@@ -25,8 +25,8 @@ from maestro_lod.app.display import Display
 from maestro_lod.app.models import LeNet
 from maestro_lod.app.recipe import Recipe, load_recipe
 from maestro_lod.app.run import Interrupted, Run
+from maestro_lod.app.tuning.outcome import Tuned
 from maestro_lod.app.tuning.recipes import Tuning
-from maestro_lod.app.tuning.search import Tuned
 from maestro_lod.cost import summary
 from maestro_lod.errors import OptionError
 from maestro_lod.surgery import extract

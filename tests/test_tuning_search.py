@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maestro_lod.app.tuning.search import Tuned, explore, tune
+from maestro_lod.app.tuning.outcome import Tuned
+from maestro_lod.app.tuning.search import explore, tune
 from maestro_lod.app.tuning.trials import Reached, Report
 from maestro_lod.errors import OptionError, TrainingError
 

@@ -27,19 +27,18 @@ from optuna.trial import TrialState
 
 from maestro_lod import files
 from maestro_lod.app.tuning import storage as storage_module
-from maestro_lod.app.tuning import trials as trials_module
-from maestro_lod.app.tuning.search import Front, Tuned, _Halving, _Tradeoffs, explore, tune
+from maestro_lod.app.tuning import worker as worker_module
+from maestro_lod.app.tuning.outcome import Front, Tuned
+from maestro_lod.app.tuning.search import _Halving, _Tradeoffs, explore, tune
 from maestro_lod.app.tuning.storage import Direction, open_study
 from maestro_lod.app.tuning.trials import (
     Enough,
     Reached,
     Report,
     Trial,
-    Worker,
-    _alive,
-    _process_table,
     trials_of,
 )
+from maestro_lod.app.tuning.worker import Worker, _alive, _process_table
 from maestro_lod.errors import OptionError, TrainingError
 
 LIMITS: dict[str, Any] = {
@@ -335,7 +334,7 @@ def test_a_process_of_another_machine_is_dead_once_it_shows_no_life(
 
     def sleep(seconds: float) -> None:
         looks.append(seconds)
-        monkeypatch.setattr(trials_module, "_PATIENCE", 0.0)
+        monkeypatch.setattr(worker_module, "_PATIENCE", 0.0)
 
     found = tune(within, **LIMITS, storage=storage, sleep=sleep)
     assert len(looks) == 1  # all others were done before, and then it was waited for
@@ -345,7 +344,7 @@ def test_a_process_of_another_machine_is_dead_once_it_shows_no_life(
 
 def test_a_process_that_shows_life_is_waited_for(storage: str, monkeypatch: pytest.MonkeyPatch):
     row = elsewhere(storage)
-    monkeypatch.setattr(trials_module, "_PATIENCE", 0.0)
+    monkeypatch.setattr(worker_module, "_PATIENCE", 0.0)
     looks = []
 
     def sleep(seconds: float) -> None:
@@ -366,7 +365,7 @@ def test_a_process_that_shows_life_is_waited_for(storage: str, monkeypatch: pyte
 
 
 def test_a_running_trial_shows_life(storage: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trials_module, "_BEAT", 0.001)
+    monkeypatch.setattr(worker_module, "_BEAT", 0.001)
 
     def slow(penalty: float, report: Report) -> None:
         beats: set[int] = set()
@@ -448,7 +447,7 @@ def test_one_who_is_killed_while_it_queues_another_again_loses_nothing(
         patch.setattr(optuna.Study, "tell", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             take_over(storage, 0)
-    monkeypatch.setattr(trials_module, "_PATIENCE", 0.0)
+    monkeypatch.setattr(worker_module, "_PATIENCE", 0.0)
     found = tune(within, **LIMITS, storage=storage, sleep=never_sleep)
     assert statuses(found) == ["stopped", *["complete"] * 5]
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.app.recipe import Recipe, shown
+from maestro_lod.app.recipe import Recipe
+from maestro_lod.app.yaml_settings import shown
 from maestro_lod.errors import CheckpointError, listed
 
 MAY_CHANGE = (

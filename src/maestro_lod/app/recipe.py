@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
-import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Field,
-    ValidationError,
-    create_model,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import BeforeValidator, Field, ValidationError, create_model, model_validator
 from torch.optim import Optimizer
 
+from maestro_lod.app.findings import in_one_line
 from maestro_lod.app.own import names_own_code, own_function, search_modules_in
 from maestro_lod.app.recipe_files import recipe_names, recipe_text
 from maestro_lod.app.sections import (
@@ -38,6 +28,7 @@ from maestro_lod.app.sections import (
     fields_of,
     section_of,
 )
+from maestro_lod.app.yaml_settings import as_yaml, change, parsed, shown, text_of
 from maestro_lod.errors import OptionError, listed, nearest
 from maestro_lod.methods import METHODS, method_named
 from maestro_lod.train.method import Settings
@@ -235,22 +226,20 @@ def _keys_of_others(method: type[Settings]) -> dict[str, type[Settings]]:
 
 def _without_others(settings: Mapping[str, Any], method: type[Settings]) -> dict[str, Any]:
     """Leave out settings of other methods that are at their defaults, and refuse what is not."""
-    useless = []
-    for key, other in _keys_of_others(method).items():
-        section = section_of(other)
-        try:
-            chosen = getattr(section.model_validate({key: settings[key]}), key)
-        except KeyError:
-            continue
-        except ValidationError:
-            useless.append(key)
-        else:
-            if chosen != getattr(section(), key):
-                useless.append(key)
-    if useless:
-        raise OptionError(f"method={_method_name(settings)} has no use for {', '.join(useless)}.")
     others = _keys_of_others(method)
+    given = {key: section_of(others[key]) for key in others if key in settings}
+    if useless := [key for key, of in given.items() if not _is_usual(key, settings[key], of)]:
+        raise OptionError(f"method={_method_name(settings)} has no use for {', '.join(useless)}.")
     return {key: value for key, value in settings.items() if key not in others}
+
+
+def _is_usual(key: str, value: Any, section: type[Section]) -> bool:
+    """Say whether a value is the default of a key."""
+    try:
+        chosen = getattr(section.model_validate({key: value}), key)
+    except ValidationError:
+        return False
+    return bool(chosen == getattr(section(), key))
 
 
 def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
@@ -259,39 +248,21 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
     if name_or_path in names:
         text, name = recipe_text(name_or_path), name_or_path
     elif name_or_path.endswith((".yaml", ".yml")):
-        text, name = _text_of(Path(name_or_path)), Path(name_or_path).stem
+        text, name = text_of(Path(name_or_path)), Path(name_or_path).stem
     else:
         raise OptionError(
             f"there is no recipe {name_or_path!r}.{nearest(name_or_path, names)} Recipes: "
             f"{listed(names, 12)}; or give a .yaml file."
         )
-    settings = _parsed(text, name_or_path)
+    settings = parsed(text, name_or_path)
     settings.setdefault("recipe", name)
     if name_or_path not in names and names_own_code(settings):
         beside = Path(name_or_path).absolute().parent
         settings["code"] = str(beside / str(settings.get("code") or ""))
-    changes = sorted(changes, key=_depth)
-    for change in changes:
-        _apply(change, settings)
-    asked = {change.partition("=")[0].partition(".")[0].strip() for change in changes}
+    asked = change(settings, changes)
     for key in _outdated(settings, asked, name_or_path) - asked:
         settings.pop(key, None)
     return checked(settings, name_or_path)
-
-
-def settings_in(path: Path) -> dict[str, Any]:
-    """Return the settings in a file as they are written, unchecked: nothing is imported."""
-    return _parsed(_text_of(path), str(path))
-
-
-def _text_of(path: Path) -> str:
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise OptionError(f"recipe {path} is no regular file.")  # a pipe would keep us waiting
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OptionError(f"recipe {path} cannot be read ({reason}).") from None
 
 
 def _outdated(settings: Mapping[str, Any], asked: set[str], source: str) -> set[str]:
@@ -311,67 +282,6 @@ def _explaining(source: str, function: Callable[..., T], *values: Any) -> T:
         raise OptionError(f"{source}: {error}") from None
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads plain YAML; a key that is said twice is refused, and 1:30 is text, not 90."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
-        if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {twice[0]!r} is there twice", node.start_mark
-            )
-        return super().construct_mapping(node, deep)
-
-    def construct_number(self, node: yaml.ScalarNode) -> Any:
-        if ":" in node.value:
-            return self.construct_scalar(node)
-        whole = node.tag.endswith(":int")
-        return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
-
-
-for _tag in ("int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
-
-
-def _parsed(text: str, source: str) -> dict[str, Any]:
-    try:
-        settings = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the second: no such date
-        reason = " ".join(str(error).split())
-        raise OptionError(f"{source} is no valid YAML: {reason}") from None
-    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
-        raise OptionError(f"{source} holds no settings: it must be a mapping of keys to values.")
-    return settings
-
-
-def _depth(change: str) -> int:
-    """Order changes so that a new name does not undo those of its own settings, said before it."""
-    return change.partition("=")[0].strip().removesuffix(".name").count(".")
-
-
-def _apply(change: str, settings: dict[str, Any]) -> None:
-    """Set one `key.key=value`; a new `name` drops the other settings of the old one."""
-    key, equals, text = change.partition("=")
-    *outer, last = key.strip().split(".")
-    if not equals or not all((*outer, last)):
-        raise OptionError(f"{change!r} is no setting: write key=value, such as penalty=1e-4.")
-    try:
-        value = yaml.load(text, _Loader) if text.strip() else None
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise OptionError(f"the value in {change!r} is no valid YAML.") from None
-    section = settings
-    for part in outer:
-        inner = section.get(part) or {}
-        if not isinstance(inner, Mapping | str):
-            raise OptionError(f"{change!r}: {part!r} is one value and has no settings of its own.")
-        section[part] = {"name": inner} if isinstance(inner, str) else dict(inner)
-        section = section[part]
-    if last == "name" and outer and section.get("name") != value:
-        section.clear()
-    section[last] = value
-
-
 def checked(settings: Mapping[str, Any], source: str) -> Recipe:
     """Return settings as a recipe, or refuse them in one line that says what is wrong where."""
     method = _explaining(source, method_of, settings)
@@ -379,87 +289,9 @@ def checked(settings: Mapping[str, Any], source: str) -> Recipe:
     try:
         return kind.model_validate(_explaining(source, _without_others, settings, method))
     except ValidationError as error:
-        # a slip in a key comes first: it explains why another is missing
-        found = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        problems = [_explained(problem, kind) for problem in found]
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise OptionError(f"{source}: {problems[0]}{more}") from None
-
-
-def _explained(problem: ErrorDetails, recipe: type[Recipe]) -> str:
-    """Say one of pydantic's findings in our words."""
-    place, section = _place(problem["loc"], recipe)
-    kind, value, context = problem["type"], problem.get("input"), problem.get("ctx", {})
-    if kind == "extra_forbidden":
-        known = [*section.model_fields]
-        hint = nearest(place.rpartition(".")[2], known)
-        return f"there is no setting {place!r}.{hint} Known: {', '.join(known)}."
-    if kind == "missing":
-        return f"{place!r} is missing."
-    if kind == "union_tag_invalid":
-        place, value = f"{place}.name", value.get("name") if isinstance(value, Mapping) else value
-    if kind in ("union_tag_invalid", "literal_error"):
-        known = re.findall("'([^']*)'", context.get("expected_tags", context.get("expected", "")))
-        hint = nearest(str(value), known)
-        return f"{place}={shown(value)} is unknown.{hint} Known: {listed(known)}."
-    message = _MEANING.get(kind, problem["msg"])
-    message = (
-        message.removeprefix("Value error, ")
-        .removesuffix(".")
-        .replace("Input should be", "must be")
-    )
-    if isinstance(value, Mapping):  # a contradiction inside a section, or in the whole
-        return f"{place}: {message}." if place else f"{message}."
-    return f"{place}={shown(value)} {message}."
-
-
-_MEANING = {
-    "bool_type": "must be true or false",
-    "dict_type": "must be a mapping",
-    "float_parsing": "must be a number",
-    "float_type": "must be a number",
-    "int_type": "must be a whole number",
-    "list_type": "must be a list",
-    "model_attributes_type": "must be a name or a mapping of settings",
-    "model_type": "must be a mapping of settings",
-    "path_type": "must be a path",
-    "string_type": "must be text",
-}
-
-
-def _place(
-    location: tuple[int | str, ...], section: type[BaseModel]
-) -> tuple[str, type[BaseModel]]:
-    """Return the dotted key of a finding, without pydantic's names of alternatives, and whose."""
-    keys: list[str] = []
-    for part in location:
-        if isinstance(part, str) and part in _ALTERNATIVES:
-            section = _ALTERNATIVES[part]
-            continue
-        field = section.model_fields.get(str(part))
-        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
-        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
-        section = inner[0] if inner else section
-        keys.append(str(part))
-    return ".".join(keys), section
-
-
-_ALTERNATIVES: dict[str, type[BaseModel]] = {
-    "sgd": SGD, "adam": Adam, "adamw": Adam,
-    "constant": Constant, "milestones": Milestones, "vaswani": Vaswani,
-    "cosine": Falling, "linear": Falling,
-}  # fmt: skip
+        raise OptionError(f"{source}: {in_one_line(error, kind)}") from None
 
 
 def dumped(recipe: Recipe) -> str:
     """Return a recipe as YAML that `load_recipe` reads back."""
-    settings = recipe.model_dump(mode="json")
-    text = str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-    if yaml.safe_load(text) != settings:  # some rare separators read back as spaces, unless escaped
-        text = str(yaml.safe_dump(settings, sort_keys=False))
-    return text
-
-
-def shown(value: Any) -> str:
-    """Write a value as one would in YAML."""
-    return json.dumps(value, default=str, ensure_ascii=False)
+    return as_yaml(recipe.model_dump(mode="json"))

@@ -23,12 +23,13 @@ from maestro_lod.app.binding import (
     weights_digest,
 )
 from maestro_lod.app.data import Data
-from maestro_lod.app.recipe import Recipe, checked, dumped, settings_in
+from maestro_lod.app.recipe import Recipe, checked, dumped
 from maestro_lod.app.report import write_report
 from maestro_lod.app.run_directory import RunDirectory
 from maestro_lod.app.setup import Setup, data_of, model_of
 from maestro_lod.app.together import any_says, by_the_first, is_first, processes, wrapped
 from maestro_lod.app.trust import remember_trust, require_trust
+from maestro_lod.app.yaml_settings import settings_in
 from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import count_params, summary
 from maestro_lod.errors import CheckpointError, OptionError

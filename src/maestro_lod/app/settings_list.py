@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from maestro_lod.app.recipe import Recipe, shown
+from maestro_lod.app.recipe import Recipe
 from maestro_lod.app.sections import Section, section_of
+from maestro_lod.app.yaml_settings import shown
 from maestro_lod.methods import METHODS
 
 

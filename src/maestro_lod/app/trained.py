@@ -1,11 +1,9 @@
-"""What `lod frontier`, `lod deploy` and `lod bench` do with a finished run."""
+"""What `lod frontier` and `lod deploy` do with a finished run."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,27 +17,21 @@ from maestro_lod.app.data import Data
 from maestro_lod.app.report import write_report
 from maestro_lod.app.run import Run
 from maestro_lod.app.setup import loss_of, optimizer_of
-from maestro_lod.calls import as_call, with_tensors
+from maestro_lod.calls import with_tensors
 from maestro_lod.checkpoint import save
-from maestro_lod.cost import Cost
-from maestro_lod.deploy.choice import best_within, cost_of
 from maestro_lod.deploy.deployment import (
-    ROUNDS,
     Deployment,
     deploy_size,
-    eager,
     require_usable,
 )
 from maestro_lod.deploy.frontier import frontier
 from maestro_lod.deploy.latency import all_dense, latency
 from maestro_lod.deploy.limits import require_limits
 from maestro_lod.deploy.points import Frontier
-from maestro_lod.deploy.timing import drawn_call, interleaved
 from maestro_lod.errors import OptionError, require_whole
 from maestro_lod.files import alone_in, read_json, remove_leftovers
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.surgery import decompose, extract
-from maestro_lod.table import table
+from maestro_lod.surgery import decompose
 from maestro_lod.train.evaluate import (
     Loss,
     call,
@@ -242,79 +234,3 @@ def require_deployable(
     require_usable(out, formats)
     if int8 and "onnx" not in formats:
         raise OptionError("--int8 is for ONNX files: add --to onnx, or leave it out.")
-
-
-# -- comparison --------------------------------------------------------------------------------
-
-
-def bench(
-    trained: Trained,
-    *,
-    shares: Sequence[float] = (0.5, 0.25, 0.1),
-    batch: int = 1,
-    beside: Trained | None = None,
-    progress: Progress | None = None,
-) -> str:
-    """Return a table of dense, trained and deployed sizes: cost, latency and test metrics.
-
-    `beside` is another run of the same task, such as one that was trained dense.
-    """
-    found, example = frontier_of(trained, progress), trained.example(batch)
-    models = _models_to_bench(trained, found, shares)
-    if beside is not None:
-        _require_same_data(trained, beside)
-        models = {f"run {beside.run.directory.name}": beside.dense(), **models}
-    tests = {name: trained.tested(model) for name, model in models.items()}
-    runs = drawn_call(as_call(example), device_of(trained.model))
-    with torch.inference_mode():
-        times = interleaved(
-            {name: eager(model, runs) for name, model in models.items()}, rounds=ROUNDS
-        )
-    costs = {name: cost_of(model, trained.data.example) for name, model in models.items()}
-    rows = [
-        (
-            name,
-            *_costs_beside(costs[name], costs["dense form"]),
-            _time_beside(times[name], times["dense form"]),
-            *(f"{value:.4f}" for value in tests[name].values()),
-        )
-        for name in models
-    ]
-    header = ("", "params", "MACs", "bytes", "latency", *(f"test {n}" for n in tests["dense form"]))
-    method = f"batch {batch}, {torch.get_num_threads()} threads, medians of {ROUNDS} rounds"
-    return f"{table(header, rows, right=range(1, len(header)))}\n{method}"
-
-
-def _require_same_data(trained: Trained, beside: Trained) -> None:
-    if trained.run.recipe.data != beside.run.recipe.data:
-        raise OptionError(
-            f"{beside.run.directory} was trained on other data than {trained.run.directory}: they "
-            "cannot be compared."
-        )
-
-
-def _models_to_bench(
-    trained: Trained, found: Frontier, shares: Sequence[float]
-) -> dict[str, nn.Module]:
-    """Return the dense model, the trained one, and those sizes that the frontier reaches."""
-    model = trained.model
-    models = {"dense form": trained.dense(), "as trained": extract(model)}
-    for share in shares:
-        with suppress(OptionError):  # the frontier does not reach so far down
-            small = best_within(model, found, trained.data.example, max_macs=share)
-            models[f"≤ {share:.0%} of MACs"] = small
-    return models
-
-
-def _costs_beside(cost: Cost, dense: Cost) -> tuple[str, str, str]:
-    of_params, of_macs = cost.params / dense.params, (cost.macs or 0) / (dense.macs or 1)
-    return (
-        f"{cost.params:,} ({of_params:.2f}×)",
-        f"{cost.macs:,} ({of_macs:.2f}×)",
-        f"{cost.bytes:,}",
-    )
-
-
-def _time_beside(times: Sequence[float], dense: Sequence[float]) -> str:
-    ratio = statistics.median(a / b for a, b in zip(times, dense, strict=True))
-    return f"{1e3 * statistics.median(times):.3f} ms ({ratio:.2f}×)"

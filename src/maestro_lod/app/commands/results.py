@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from maestro_lod.amounts import amount_of
+from maestro_lod.app.bench import bench as compare
 from maestro_lod.app.commands import options
 from maestro_lod.app.recipe import load_recipe
 from maestro_lod.app.recipe_files import recipe_names
@@ -18,7 +19,6 @@ from maestro_lod.app.run import Run
 from maestro_lod.app.setup import data_of, model_of
 from maestro_lod.app.terminal import complain, say, search_bar
 from maestro_lod.app.trained import Trained, find_frontier, require_deployable
-from maestro_lod.app.trained import bench as compare
 from maestro_lod.app.trained import deploy as write_deployment
 from maestro_lod.checkpoint import verify as verify_tensors
 from maestro_lod.cost import summary as summary_of

@@ -13,7 +13,8 @@ from maestro_lod.app.data import Data
 from maestro_lod.app.recipe import Recipe, dumped
 from maestro_lod.app.run import Interrupted, Run, Watcher
 from maestro_lod.app.setup import Setup, data_of, model_of
-from maestro_lod.app.tuning.search import Front, Tuned, explore, tune
+from maestro_lod.app.tuning.outcome import Front, Tuned
+from maestro_lod.app.tuning.search import explore, tune
 from maestro_lod.app.tuning.storage import Storage
 from maestro_lod.app.tuning.trials import Enough, Reached, Report, Trial
 from maestro_lod.errors import OptionError, TrainingError
