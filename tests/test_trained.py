@@ -22,6 +22,7 @@ from maestro_lod.app.run import Run
 from maestro_lod.app.trained import Trained
 from maestro_lod.calls import as_call
 from maestro_lod.cost import count_params
+from maestro_lod.deploy import choice
 from maestro_lod.deploy import deployment as files
 from maestro_lod.deploy import measured as timing
 from maestro_lod.deploy.export import export, opened
@@ -243,7 +244,7 @@ def times_are(monkeypatch: pytest.MonkeyPatch, factored: float, file: float = 1e
             layers[name] = LayerLatency(layer.rank, layer.full_rank, most, 1e-3 * batch, points)
         return Latency(5e-3 * batch, layers, batch, 1, 1, "float32", "cpu", torch.__version__)
 
-    for module in (deployment, files):
+    for module in (deployment, choice):
         monkeypatch.setattr(module, "latency", measured)
     times = {"small": [file], "dense": [file]}
     monkeypatch.setattr(files, "interleaved", lambda *_, **__: times)

@@ -28,7 +28,8 @@ class Chooser(Protocol):
         """Return the better form of the layer of this name at this rank."""
 
 
-By: TypeAlias = Literal["params", "macs"] | Chooser
+By: TypeAlias = Literal["params", "macs"] | Mapping[str, PlainForm] | Chooser
+"""By what the form of each layer is chosen; a mapping says it layer by layer."""
 
 
 def better_forms(
@@ -39,7 +40,7 @@ def better_forms(
     The factors where they have no more "params" (or "macs"; if as many, no more params). Those that
     plain layers hold twice count twice, unless layers are not `copied` to plain ones.
     """
-    if by not in ("params", "macs") and not hasattr(by, "choose"):
+    if by not in ("params", "macs") and not isinstance(by, Mapping) and not hasattr(by, "choose"):
         raise OptionError(
             f"by={by!r} is not known. Choose 'params' or 'macs', or give what was measured: "
             "by=lod.latency(model, example)."
@@ -47,8 +48,9 @@ def better_forms(
     layers = _deployed_layers(model)
     if isinstance(by, str):
         return {n: layers[n].better_form(rank, by, copied) for n, rank in ranks.items()}
+    choose = (lambda name, _: by[name]) if isinstance(by, Mapping) else by.choose
     return {
-        name: "dense" if layers[name].layer.dense_only else by.choose(name, rank)
+        name: "dense" if layers[name].layer.dense_only else choose(name, rank)
         for name, rank in ranks.items()
     }
 
@@ -145,6 +147,13 @@ def _deployed_layers(model: nn.Module) -> dict[str, _DeployedLayer]:
 def count_params(model: nn.Module) -> int:
     """Count the scalars in all parameters; shared ones once."""
     return sum(p.numel() for p in model.parameters())
+
+
+def cost_of(plain: nn.Module, example: Example) -> Cost:
+    """Count what a plain model costs, from the model itself."""
+    counted = summary(plain, example)
+    size = sum(t.nbytes for t in (*plain.parameters(), *plain.buffers()))
+    return Cost(counted.params, counted.macs, size)
 
 
 def count_bits(model: nn.Module, params: int | None = None) -> int:

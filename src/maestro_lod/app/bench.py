@@ -11,8 +11,8 @@ from torch import nn
 
 from maestro_lod.app.trained import Progress, Trained, frontier_of
 from maestro_lod.calls import as_call
-from maestro_lod.cost import Cost
-from maestro_lod.deploy.choice import best_within, cost_of
+from maestro_lod.cost import Cost, cost_of
+from maestro_lod.deploy.choice import Choice
 from maestro_lod.deploy.deployment import ROUNDS, eager
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.deploy.timing import drawn_call, interleaved
@@ -76,8 +76,8 @@ def _models_to_bench(
     models = {"dense form": trained.dense(), "as trained": extract(model)}
     for share in shares:
         with suppress(OptionError):  # the frontier does not reach so far down
-            small = best_within(model, found, trained.data.example, max_macs=share)
-            models[f"≤ {share:.0%} of MACs"] = small
+            choice = Choice(model, found, {"max_macs": share}, trained.data.example)
+            models[f"≤ {share:.0%} of MACs"] = choice.best()[1]
     return models
 
 

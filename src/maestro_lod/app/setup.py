@@ -22,8 +22,7 @@ from maestro_lod.app.own import (
     with_article,
 )
 from maestro_lod.app.recipe import Recipe
-from maestro_lod.cost import Cost
-from maestro_lod.deploy.choice import cost_of
+from maestro_lod.cost import Cost, cost_of
 from maestro_lod.errors import OptionError, listed
 from maestro_lod.train.evaluate import (
     CrossEntropy,

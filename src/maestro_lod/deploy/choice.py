@@ -8,28 +8,49 @@ from dataclasses import asdict, dataclass, field, replace
 from torch import nn
 
 from maestro_lod.calls import Example
-from maestro_lod.cost import Cost, Costs, better_forms, summary
+from maestro_lod.cost import Costs, better_forms, cost_of
 from maestro_lod.counting import dense_macs
-from maestro_lod.deploy.latency import round_ranks
-from maestro_lod.deploy.limits import Point
+from maestro_lod.deploy.latency import latency, round_ranks
+from maestro_lod.deploy.limits import Point, require_limits
 from maestro_lod.deploy.measured import Latency
 from maestro_lod.deploy.points import Frontier
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import OptionError, listed
 from maestro_lod.layers.lowrank import PlainForm
+from maestro_lod.layers.ranks import ranks as ranks_of
 from maestro_lod.surgery import extract
 
 Judge = Callable[[Mapping[str, int]], Point]
 """Evaluates a submodel that was not searched: ranks in, loss and accuracy out."""
 
 
-@dataclass(frozen=True)
-class GivenForms:
-    """Chooses the form of each layer as it was told."""
+def choose(
+    model: nn.Module,
+    sizes: Frontier | None,
+    limits: Mapping[str, float],
+    example: Example,
+    multiple: int | None = None,
+    judge: Judge | None = None,
+    *,
+    fast: bool = False,
+) -> tuple[dict[str, int], Point | None, nn.Module]:
+    """Choose the best size within limits, or the model as it was trained if there are none.
 
-    forms: Mapping[str, PlainForm]
-
-    def choose(self, name: str, rank: int) -> PlainForm:
-        return self.forms[name]
+    Returns the ranks, the point that was chosen if one was, and the plain model.
+    """
+    if limits:
+        require_limits(limits)
+        if sizes is None:
+            raise OptionError(f"{listed(limits)} need sizes to choose from: frontier(…).")
+    measured = latency(model, example) if fast or "max_latency" in limits else None
+    if not limits or sizes is None:
+        ranks = ranks_of(model)
+        if multiple is not None:
+            ranks = round_ranks(model, ranks, multiple=multiple)
+        return ranks, None, extract(model, ranks, by=measured or "params")
+    if measured is not None:  # the times of the frontier are those of another batch
+        sizes = sizes.with_latency(measured.predict, measured.dense)
+    point, plain = Choice(model, sizes, limits, example, measured, multiple, judge).best()
+    return point.ranks, point, plain
 
 
 @dataclass
@@ -67,7 +88,7 @@ class Choice:
                 again = self.judge(ranks)  # what a rounded size is worth was not searched
                 size = replace(size, loss=again.loss, accuracy=again.accuracy)
             if self._holds(size, self.limits):
-                plain = extract(self.model, ranks, by=GivenForms(forms))
+                plain = extract(self.model, ranks, by=forms)
                 size = replace(size, **asdict(cost_of(plain, self.example)))
                 if self._holds(size, self.limits):
                     return size, plain
@@ -104,15 +125,3 @@ class Choice:
     def _holds(self, point: Point, limits: Mapping[str, float]) -> bool:
         """Say whether a point is within limits; shares are of the frontier's dense model."""
         return bool(replace(self.sizes, points=(point,)).within(limits))
-
-
-def best_within(model: nn.Module, sizes: Frontier, example: Example, **limits: float) -> nn.Module:
-    """Return the plain model of the best size within limits."""
-    return Choice(model, sizes, limits, example).best()[1]
-
-
-def cost_of(plain: nn.Module, example: Example) -> Cost:
-    """Count what a plain model costs, from the model itself."""
-    counted = summary(plain, example)
-    size = sum(t.nbytes for t in (*plain.parameters(), *plain.buffers()))
-    return Cost(counted.params, counted.macs, size)

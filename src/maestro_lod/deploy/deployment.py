@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,18 +16,17 @@ import torch
 from torch import nn
 
 from maestro_lod.calls import Example, as_call
-from maestro_lod.deploy.choice import Choice, Judge, cost_of
+from maestro_lod.cost import cost_of
+from maestro_lod.deploy.choice import Judge, choose
 from maestro_lod.deploy.export import FORMATS, Exported, export, opened
-from maestro_lod.deploy.latency import all_dense, latency, round_ranks
-from maestro_lod.deploy.limits import Point, require_limits
+from maestro_lod.deploy.latency import all_dense
+from maestro_lod.deploy.limits import Point
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.deploy.timing import batch_of, drawn_call, interleaved
 from maestro_lod.deploy.timing import run as run_call
 from maestro_lod.errors import LayerError, OptionError, OutputError, listed, nearest
 from maestro_lod.files import replacing, replacing_directory
-from maestro_lod.layers.ranks import ranks as ranks_of
 from maestro_lod.shown import Telling
-from maestro_lod.surgery import extract
 from maestro_lod.table import table
 from maestro_lod.train.evaluate import device_of
 
@@ -145,27 +144,20 @@ def deploy_size(
     """
     out = Path(out)
     require_usable(out, formats)
-    tell = Telling("deploy")
-    chosen = _Chosen.of(model, sizes, limits, example, multiple, judge, fast)
-    dense, test = all_dense(model), test or (lambda plain: {})
-    unhealed = None
+    ranks, point, plain = choose(model, sizes, limits, example, multiple, judge, fast=fast)
+    dense, test, unhealed = all_dense(model), test or (lambda plain: {}), None
     if heal is not None:
-        unhealed = test(chosen.plain)
-        heal(chosen.plain)
-    reached, of_dense = test(chosen.plain), test(dense)
-    cost, dense_cost = (cost_of(plain, example) for plain in (chosen.plain, dense))
+        unhealed = test(plain)
+        heal(plain)
+    reached, of_dense = test(plain), test(dense)
+    cost, dense_cost = cost_of(plain, example), cost_of(dense, example)
     with replacing_directory(out) as place:
-        writer = _Writer(chosen.plain, dense, place, example, limits.get("max_latency"), fast, tell)
-        for format_ in formats:
-            writer.write(format_)
-        if int8 and "onnx" in formats:
-            writer.write("onnx", "int8")
-        if not writer.files:
-            raise OptionError(" ".join(dict.fromkeys(writer.left_out.values())))
+        writer = _Writer(plain, dense, place, example, limits.get("max_latency"), fast)
+        writer.write_all(formats, int8=int8)
         deployment = Deployment(
-            chosen.point, chosen.ranks, cost.params, cost.macs or 0, dense_cost.params,
+            point, ranks, cost.params, cost.macs or 0, dense_cost.params,
             dense_cost.macs or 0, reached, of_dense, unhealed, [*writer.files.values()],
-            writer.left_out, writer.batch, torch.get_num_threads(),
+            writer.left_out, batch_of(as_call(example)), torch.get_num_threads(),
         )  # fmt: skip
         with replacing(place / "deploy.json") as description:
             description.write_text(json.dumps(deployment.to_dict(), indent=1))
@@ -183,42 +175,6 @@ def require_usable(out: Path, formats: Sequence[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """The size to write, and its plain model."""
-
-    plain: nn.Module
-    ranks: dict[str, int]
-    point: Point | None = None
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        sizes: Frontier | None,
-        limits: Mapping[str, float],
-        example: Example,
-        multiple: int | None,
-        judge: Judge | None,
-        fast: bool,
-    ) -> _Chosen:
-        """Choose within limits, or take the model as it was trained if there are none."""
-        if limits:
-            require_limits(limits)
-            if sizes is None:
-                raise OptionError(f"{listed(limits)} need sizes to choose from: frontier(…).")
-        measured = latency(model, example) if fast or "max_latency" in limits else None
-        if not limits or sizes is None:
-            ranks = ranks_of(model)
-            if multiple is not None:
-                ranks = round_ranks(model, ranks, multiple=multiple)
-            return cls(extract(model, ranks, by=measured or "params"), ranks)
-        if measured is not None:  # the times of the frontier are those of another batch
-            sizes = sizes.with_latency(measured.predict, measured.dense)
-        point, plain = Choice(model, sizes, limits, example, measured, multiple, judge).best()
-        return cls(plain, point.ranks, point)
-
-
 @dataclass
 class _Writer:
     """Writes files into a directory, and times each beside the dense model in the same format."""
@@ -229,18 +185,24 @@ class _Writer:
     example: Example
     most_seconds: float | None
     fast: bool
-    tell: Telling
     files: dict[str, Deployed] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def batch(self) -> int:
-        return batch_of(as_call(self.example))
+    def write_all(self, formats: Sequence[str], *, int8: bool) -> None:
+        """Write a file in each format; raises if none of them can be kept."""
+        tell = Telling("deploy")
+        wanted: list[tuple[str, Literal["int8"] | None]] = [(format_, None) for format_ in formats]
+        if int8 and "onnx" in formats:
+            wanted.append(("onnx", "int8"))
+        for format_, quantize in wanted:
+            name = f"model.{quantize}.{format_}" if quantize else f"model.{format_}"
+            tell(lambda name=name: f"writing {name}")  # type: ignore[misc]
+            self._write(name, format_, quantize)
+        if not self.files:
+            raise OptionError(" ".join(dict.fromkeys(self.left_out.values())))
 
-    def write(self, format_: str, quantize: Literal["int8"] | None = None) -> None:
+    def _write(self, name: str, format_: str, quantize: Literal["int8"] | None) -> None:
         """Write one file, or note why it is left out."""
-        name = f"model.{quantize}.{format_}" if quantize else f"model.{format_}"
-        self.tell(lambda: f"writing {name}")
         try:
             file = self._written(self.folder / name, format_, quantize)
         except (LayerError, OptionError, OutputError) as error:  # not a full disk
@@ -255,16 +217,17 @@ class _Writer:
     def _against(self, written: Deployed) -> str | None:
         """Say why a file is not good enough to be kept, or None."""
         name, most = written.file.path.name, self.most_seconds
+        batch = batch_of(as_call(self.example))
         if most is not None and written.seconds > most * _NOISE:
             return (
-                f"{name} takes {1e3 * written.seconds:.3g} ms here at batch {self.batch}, above "
+                f"{name} takes {1e3 * written.seconds:.3g} ms here at batch {batch}, above "
                 f"max_latency={most!r}. Allow more time, or ask for a smaller size too, such as by "
                 "max_macs."
             )
         if self.fast and written.over_dense > _NOISE:
             return (
                 f"{name} would be {written.over_dense:.2f}× as slow as its dense form here, at "
-                f"batch {self.batch}. Try a larger batch or a smaller size, or take it as it is: "
+                f"batch {batch}. Try a larger batch or a smaller size, or take it as it is: "
                 "without fast."
             )
         usual = self.files.get("model.onnx")

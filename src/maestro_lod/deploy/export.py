@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-import io
 import logging
 import os
 import statistics
-import struct
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,12 +26,8 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from maestro_lod.calls import Call, Example, as_call
 from maestro_lod.checkpoint import plain_state, save_plain
 from maestro_lod.cost import count_params
-from maestro_lod.deploy.timing import (
-    batch_of,
-    drawn_call,
-    interleaved,
-    run,
-)
+from maestro_lod.deploy import pt2_file
+from maestro_lod.deploy.timing import batch_of, drawn_call, interleaved, run
 from maestro_lod.deploy.verification import (
     INT8_TOLERANCE,
     TOLERANCE,
@@ -119,55 +112,66 @@ def export(
     """
     path = Path(path)
     format = _known_format(path, format)
+    _require_possible(model, format, quantize)
+    plain = extract(model) if low_rank_layers(model) else model
+    call, device = as_call(example), device_of(plain)
+    usual = drawn_call(call, device)
+    with replacing(path) as temporary, in_mode(plain, training=False), torch.no_grad(), _quiet():
+        require_numbers(plain, run(plain, usual))  # before anything else, for a clear error
+        runner, batch = _written(plain, call, temporary, format, quantize)
+        other = [] if batch else [drawn_call(call, device, batch=1 if batch_of(call) > 1 else 3)]
+        limit = INT8_TOLERANCE if quantize else tolerance_of(plain)
+        difference = require_same_outputs(plain, runner, [usual, *other], limit, path)
+        times = _timed(plain, None if format == "safetensors" else runner, usual)
+    weight_bytes = sum(p.nbytes for p in plain.parameters())
+    size = path.stat().st_size
+    return Exported(
+        path, format, quantize, count_params(plain), weight_bytes, size, difference, batch, *times
+    )
+
+
+def _require_possible(model: nn.Module, format: str, quantize: str | None) -> None:
+    """Refuse what no file of the format can hold, and formats whose tools are not installed."""
     if quantize not in (None, "int8") or (quantize and format != "onnx"):
         raise OptionError(
             f"quantize={quantize!r} is not there for {format}. Choose 'int8' with an .onnx file."
         )
-    onnx_file = _onnx_file() if format == "onnx" else None
-    if format != "safetensors":
-        _require_plain_names(model)
-    plain = extract(model) if low_rank_layers(model) else model
-    call, device = as_call(example), device_of(plain)
-    with replacing(path) as temporary, in_mode(plain, training=False), torch.no_grad(), _quiet():
-        usual = drawn_call(call, device)
-        require_numbers(plain, run(plain, usual))  # before anything else, for a clear error
-        batch: int | None = None
-        if format == "safetensors":
-            save_plain(plain, temporary)
-            runner = _reloaded(plain, temporary)
+    if format == "onnx":
+        _onnx_file()
+    strange = [name for name, _ in model.named_modules() if set(name) & set('"\\\n\r')]
+    if strange and format != "safetensors":  # the others have names in code, as they are
+        raise OptionError(
+            f"a layer is called {strange[0]!r}: torch cannot trace names with quotes or "
+            "backslashes. Rename it, or export to safetensors."
+        )
+
+
+def _written(
+    plain: nn.Module, call: Call, path: Path, format: str, quantize: str | None
+) -> tuple[Runner, int | None]:
+    """Write a file; return what runs it, and its batch size where it takes one alone."""
+    if format == "safetensors":
+        save_plain(plain, path)
+        return _reloaded(plain, path), None
+    program, batch = _traced(plain, call, format)
+    with _refusing(plain, format):
+        if format == "onnx":
+            _onnx_file().write(program, path, int8=quantize is not None)
         else:
-            program, batch = _traced(plain, call, device, format)
-            with _refusing(plain, format):
-                if onnx_file is not None:
-                    onnx_file.write(program, temporary, int8=quantize is not None)
-                else:
-                    _write_pt2(program, temporary)
-            runner = _opened(temporary, format)
-        size = batch_of(call)
-        calls = [usual]
-        if batch is None:
-            calls.append(drawn_call(call, device, batch=1 if size > 1 else 3))
-        limit = INT8_TOLERANCE if quantize else tolerance_of(plain)
-        difference = require_same_outputs(plain, runner, calls, limit, path)
-        variants: dict[str, Callable[[], object]] = {"eager": lambda: run(plain, usual)}
-        if format != "safetensors":  # what is rebuilt is the model itself
-            variants["file"] = lambda: runner(usual)
-        with torch.inference_mode():
-            times = interleaved(variants, rounds=_ROUNDS)
+            pt2_file.write(program, path)
+    return _opened(path, format), batch
+
+
+def _timed(plain: nn.Module, runner: Runner | None, call: Call) -> tuple[float, float]:
+    """Return the seconds of a file, or of the model without one, and those over the model's."""
+    variants: dict[str, Callable[[], object]] = {"eager": lambda: run(plain, call)}
+    if runner is not None:
+        variants["file"] = lambda: runner(call)
+    with torch.inference_mode():
+        times = interleaved(variants, rounds=_ROUNDS)
     seconds = times.get("file", times["eager"])
     pairs = zip(seconds, times["eager"], strict=True)
-    return Exported(
-        path=path,
-        format=format,
-        quantize=quantize,
-        params=count_params(plain),
-        weight_bytes=sum(p.numel() * p.element_size() for p in plain.parameters()),
-        bytes=path.stat().st_size,
-        difference=difference,
-        batch=batch,
-        seconds=statistics.median(seconds),
-        over_eager=statistics.median(one / other for one, other in pairs),
-    )
+    return statistics.median(seconds), statistics.median(one / other for one, other in pairs)
 
 
 def opened(path: str | os.PathLike[str]) -> Runner:
@@ -181,8 +185,7 @@ def _opened(path: Path, format: str) -> Runner:
         runner: Runner = _onnx_file().opened(path)
         return runner
     if format == "pt2":
-        module = torch.export.load(path).module()
-        return lambda call: tensors_in(module(*call.args, **call.kwargs))
+        return pt2_file.opened(path)
     raise OptionError(f"{path} holds tensors and does not run. Use load(path, into=model).")
 
 
@@ -199,16 +202,6 @@ def _known_format(path: Path, format: str | None) -> str:
     return wanted
 
 
-def _require_plain_names(model: nn.Module) -> None:
-    """Refuse names that torch writes into the code of a traced model as they are."""
-    strange = [name for name, _ in model.named_modules() if set(name) & set('"\\\n\r')]
-    if strange:
-        raise OptionError(
-            f"a layer is called {strange[0]!r}: torch cannot trace names with quotes or "
-            "backslashes. Rename it, or export to safetensors."
-        )
-
-
 def _onnx_file() -> Any:
     try:
         return importlib.import_module("maestro_lod.deploy.onnx_file")
@@ -218,11 +211,9 @@ def _onnx_file() -> Any:
         ) from error
 
 
-def _traced(
-    model: nn.Module, call: Call, device: torch.device, format: str
-) -> tuple[ExportedProgram, int | None]:
+def _traced(model: nn.Module, call: Call, format: str) -> tuple[ExportedProgram, int | None]:
     """Trace a model for any batch size if it can be, else for the example's, which is returned."""
-    size = batch_of(call)
+    device, size = device_of(model), batch_of(call)
     several = max(size, 2)  # tracing takes a batch of one for a constant
     traced = drawn_call(call, device, batch=several)
     batch, shapes = Dim("batch"), cast("Any", ShapesCollection)()
@@ -236,27 +227,6 @@ def _traced(
         traced = drawn_call(call, device)
         with _refusing(model, format):
             return torch.export.export(model, traced.args, traced.kwargs), size
-
-
-def _write_pt2(program: ExportedProgram, path: Path) -> None:
-    program.example_inputs = None
-    for module in program.graph_module.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:  # source lines and paths of this machine
-                for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
-                    node.meta.pop(key, None)
-    loose = io.BytesIO()
-    torch.export.save(program, loose)
-    # Pack it: texts compressed, all else as it was, data at multiples of 64 bytes.
-    with zipfile.ZipFile(loose) as source, zipfile.ZipFile(path, "w") as target:
-        for entry in source.infolist():
-            packed = zipfile.ZipInfo(entry.filename)
-            if entry.filename.endswith(".json"):
-                packed.compress_type = zipfile.ZIP_DEFLATED
-            else:
-                padding = -(target.start_dir + 30 + len(entry.filename.encode()) + 4) % 64
-                packed.extra = b"FB" + struct.pack("<H", padding) + bytes(padding)
-            target.writestr(packed, source.read(entry))
 
 
 def _reloaded(model: nn.Module, path: Path) -> Runner:

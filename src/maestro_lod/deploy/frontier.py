@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import numbers
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -18,7 +18,7 @@ from maestro_lod.deploy.journal import Journal
 from maestro_lod.deploy.limits import Point
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.deploy.replay import Loss, Replay
-from maestro_lod.deploy.search import METHODS, Search, given
+from maestro_lod.deploy.search import METHODS, Search, Submodel, given
 from maestro_lod.errors import LayerError, OptionError, listed, nearest, require_whole
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
 from maestro_lod.shown import Telling
@@ -70,38 +70,47 @@ def frontier(
     model = unwrapped(model)
     _require_options(method, cost, step, until)
     require_whole("memory", memory)
-    layers = require_low_rank(model)
+    require_low_rank(model)
     maps = None if ranks is None else [resolve_for(model, given_ranks) for given_ranks in ranks]
     replay = Replay(model, loss, memory=memory)
     costs = Costs(model, _macs(model, example, replay, needed=cost == "macs"))
-    about = {
-        "method": (used := method if maps is None else "given"),
-        "cost": cost,
-        "step": step,
-        "exact": exact,
-        "ranks": {name: layer.rank for name, layer in layers.items()},
-        "loss": replay.loss,
-    }
+    used = method if maps is None else "given"
+    about: dict[str, Any] = {"method": used, "cost": cost, "step": step, "exact": exact}
+    about |= {"ranks": replay.ranks, "loss": replay.loss}
     with Journal(resume, about) as journal:
         search = Search(replay, costs, cost, step, journal)
-        steps = METHODS[method](search, exact) if maps is None else given(search, maps)
-        if maps is None and all(len(ladder) == 1 for ladder in search.ladders.values()):
-            raise LayerError(
-                f"no low-rank layer of {type(model).__name__} has a rank at which it has fewer "
-                f"{cost}: {listed(layers)}. Try cost='{'params' if cost == 'macs' else 'macs'}'."
-            )
-        points: list[Point] = []
-        told = _told()
-        for ranks_here, loss_here in itertools.chain([search.here], steps):
-            points.append(_point(search, ranks_here, loss_here, accuracy))
-            share = search.share(ranks_here)
-            (progress or told)(len(points), share)
-            if until is not None and (
-                until(points[-1]) if callable(until) else share <= float(until)
-            ):
+        steps = given(search, maps) if maps is not None else _steps(search, method, exact)
+        points = []
+        for point, share in _measured(search, steps, accuracy, progress or _told()):
+            points.append(point)
+            if until is not None and (until(point) if callable(until) else share <= until):
                 break
     dense = replace(points[0], ranks={}, **asdict(costs.dense))
     return Frontier(tuple(points), dense, used, cost)
+
+
+def _steps(search: Search, method: str, exact: bool) -> Iterator[Submodel]:
+    """Begin a search, or refuse one in which no layer can go down."""
+    if all(len(ladder) == 1 for ladder in search.ladders.values()):
+        raise LayerError(
+            f"no low-rank layer of {type(search.replay.model).__name__} has a rank at which it has "
+            f"fewer {search.cost}: {listed(search.ladders)}. Try "
+            f"cost='{'params' if search.cost == 'macs' else 'macs'}'."
+        )
+    return METHODS[method](search, exact)
+
+
+def _measured(
+    search: Search,
+    steps: Iterable[Submodel],
+    accuracy: Callable[[nn.Module], float] | None,
+    progress: Callable[[int, float], None],
+) -> Iterator[tuple[Point, float]]:
+    """Yield the model as it is and the submodels of a search, with shares of the dense cost."""
+    for count, (ranks, loss) in enumerate(itertools.chain([search.here], steps), 1):
+        point, share = _point(search, ranks, loss, accuracy), search.share(ranks)
+        progress(count, share)
+        yield point, share
 
 
 def _point(

@@ -18,13 +18,7 @@ from torch import Tensor, nn
 
 from maestro_lod.calls import Call, Example, as_call
 from maestro_lod.deploy.measured import Latency, LayerLatency, RankTiming
-from maestro_lod.deploy.timing import (
-    batch_of,
-    drawn,
-    drawn_call,
-    interleaved,
-    run,
-)
+from maestro_lod.deploy.timing import batch_of, drawn, drawn_call, interleaved, run
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank, PlainForm
@@ -97,12 +91,7 @@ def round_ranks(model: nn.Module, ranks: Ranks | None, *, multiple: int = 8) -> 
 
 def all_dense(model: nn.Module) -> nn.Module:
     """Return the model extracted with every layer multiplied out."""
-    return extract(model, by=_AlwaysDense())
-
-
-class _AlwaysDense:
-    def choose(self, name: str, rank: int) -> PlainForm:
-        return "dense"
+    return extract(model, by=dict.fromkeys(require_low_rank(model), "dense"))
 
 
 @dataclass(frozen=True)

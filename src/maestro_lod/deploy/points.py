@@ -73,23 +73,8 @@ class Frontier(Tabular, Sequence[Point]):
             ).ranks
         )
 
-    def point(
-        self,
-        *,
-        max_params: float | None = None,
-        max_macs: float | None = None,
-        max_bytes: float | None = None,
-        max_latency: float | None = None,
-        min_accuracy: float | None = None,
-    ) -> Point:
+    def point(self, **limits: float | None) -> Point:
         """Return the best submodel within all limits with its costs; arguments as for `pick`."""
-        limits = {
-            "max_params": max_params,
-            "max_macs": max_macs,
-            "max_bytes": max_bytes,
-            "max_latency": max_latency,
-            "min_accuracy": min_accuracy,
-        }
         within = self.within(limits)
         if not within:
             raise OptionError(self.why_none(limits))

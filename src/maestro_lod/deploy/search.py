@@ -23,6 +23,8 @@ from maestro_lod.train.penalty import importance
 
 Submodel: TypeAlias = tuple[dict[str, int], float]
 """Ranks, and the loss there."""
+Step: TypeAlias = tuple[str, int]
+"""A layer, and a lower rank for it."""
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Search:
         saved: int = getattr(dense - here, self.cost)
         return saved
 
-    def gain(self, step: tuple[str, int]) -> int:
+    def gain(self, step: Step) -> int:
         """Return what a layer at a lower rank saves beyond what it saves now."""
         name, rank = step
         return self.saved(name, rank) - self.saved(name, self.ranks[name])
@@ -102,8 +104,9 @@ def _less(rank: int, step: float) -> int:
 _ALIKE = 0.01  # of the model's own loss: differences that are a matter of chance
 
 
-def greedy(search: Search, *, per_cost: bool, ahead: bool, exact: bool) -> Iterator[Submodel]:
-    """Always take the step that raises the loss least, in all or per saved cost.
+@dataclass
+class Greedy:
+    """Always takes the step that raises the loss least, in all or per saved cost.
 
     A step is one rung of a layer's ladder or, with `ahead`, any number of them: the first rungs
     below break-even cost loss and save almost nothing, and hide that the next ones are cheap. Such
@@ -115,58 +118,79 @@ def greedy(search: Search, *, per_cost: bool, ahead: bool, exact: bool) -> Itera
     loss increase that was measured some moves ago is trusted less with every move, and taken for
     smaller, down to nothing after half as many moves as there are layers.
     """
-    losses: dict[tuple[str, int], float] = {}  # by layer and rank, measured before this move
-    increases: dict[str, dict[int, float]] = {}  # the same over the current loss, also older ones
-    measured: dict[str, int] = {}  # before which move each layer was measured last
-    move, trusted = 0, len(search.ladders) / 2
-    waiting, alike = ahead, search.loss + _ALIKE * abs(search.loss)
 
-    def steps(name: str) -> list[int]:
-        lower = [rank for rank in search.ladders[name] if rank < search.ranks[name]]
-        return lower if ahead and not waiting else lower[:1]
+    search: Search
+    per_cost: bool
+    ahead: bool
+    exact: bool
+    losses: dict[Step, float] = field(default_factory=dict)
+    """What was measured before this move."""
+    increases: dict[str, dict[int, float]] = field(default_factory=dict)
+    """The same over the current loss, by layer and rank; also older ones."""
+    measured: dict[str, int] = field(default_factory=dict)
+    """Before which move each layer was measured last."""
+    move: int = 0
 
-    def measure(name: str, rank: int) -> None:
-        losses[name, rank] = search.evaluate({name: rank})
-        increases.setdefault(name, {})[rank] = losses[name, rank] - search.loss
-        measured[name] = move
+    def submodels(self) -> Iterator[Submodel]:
+        """Move down as long as there is a step whose loss is a number."""
+        self.waiting = self.ahead
+        alike = self.search.loss + _ALIKE * abs(self.search.loss)
+        while open_steps := self._open_steps():
+            best = self._best(open_steps)
+            if self.waiting and self.losses[best] > alike:
+                self.waiting = False
+            elif math.isinf(self.losses[best]):
+                return
+            else:
+                yield from self._take(best)
 
-    def hoped_for(step: tuple[str, int]) -> tuple[float, int]:
+    def _open_steps(self) -> dict[str, list[int]]:
+        """Return the lower ranks that each layer may go to next, where there are any."""
+        ranks = self.search.ranks
+        lower = {n: [r for r in rungs if r < ranks[n]] for n, rungs in self.search.ladders.items()}
+        most = None if self.ahead and not self.waiting else 1
+        return {name: rungs[:most] for name, rungs in lower.items() if rungs}
+
+    def _best(self, open_steps: Mapping[str, list[int]]) -> Step:
+        """Return the step to take, measuring what has to be measured for that."""
+        for name in self.search.in_order_of_use():
+            for rank in open_steps.get(name, ()):
+                if self.exact or rank not in self.increases.get(name, ()):
+                    self._measure(name, rank)
+        candidates = [(name, rank) for name, ranks in open_steps.items() for rank in ranks]
+        while (best := min(candidates, key=self._hoped_for)) not in self.losses:
+            self._measure(*best)
+        return best
+
+    def _measure(self, name: str, rank: int) -> None:
+        loss = self.losses[name, rank] = self.search.evaluate({name: rank})
+        self.increases.setdefault(name, {})[rank] = loss - self.search.loss
+        self.measured[name] = self.move
+
+    def _hoped_for(self, step: Step) -> tuple[float, int]:
         name, rank = step
-        score, saves = increases[name][rank], 0
-        if per_cost and not waiting:
-            saves = search.gain(step)
+        score, saves = self.increases[name][rank], 0
+        if self.per_cost and not self.waiting:
+            saves = self.search.gain(step)
             score = max(0.0, score) / saves
         if score > 0.0:  # nothing is left of it in the end but the order among a layer's steps
-            score *= max(1.0 - (move - measured[name]) / trusted, 1e-9)
+            trusted = len(self.search.ladders) / 2
+            score *= max(1.0 - (self.move - self.measured[name]) / trusted, 1e-9)
         return score, -saves
 
-    while open_steps := {name: steps(name) for name in search.ladders if steps(name)}:
-        for name in search.in_order_of_use():
-            for rank in open_steps.get(name, ()):
-                if exact or rank not in increases.get(name, ()):
-                    measure(name, rank)
-        candidates = [(name, rank) for name, ranks in open_steps.items() for rank in ranks]
-        while (best := min(candidates, key=hoped_for)) not in losses:
-            measure(*best)
-        if waiting and losses[best] > alike:
-            waiting = False
-            continue
-        if math.isinf(losses[best]):
-            return
-        name, rank = best
-        if ahead and not waiting:
-            yield from _on_the_way(search, losses, best)
-        base = increases[name][rank]
-        increases[name] = {r: value - base for r, value in increases[name].items()}
-        search.accept({name: rank}, losses[best])
-        losses.clear()
-        move += 1
-        yield search.here
+    def _take(self, step: Step) -> Iterator[Submodel]:
+        if self.ahead and not self.waiting:
+            yield from _on_the_way(self.search, self.losses, step)
+        name, rank = step
+        base = self.increases[name][rank]
+        self.increases[name] = {r: value - base for r, value in self.increases[name].items()}
+        self.search.accept({name: rank}, self.losses[step])
+        self.losses.clear()
+        self.move += 1
+        yield self.search.here
 
 
-def _on_the_way(
-    search: Search, losses: Mapping[tuple[str, int], float], best: tuple[str, int]
-) -> list[Submodel]:
+def _on_the_way(search: Search, losses: Mapping[Step, float], best: Step) -> list[Submodel]:
     """Return the submodels that cost more than the best step leaves, and are better for it."""
     found: list[Submodel] = []
     lowest = losses[best]
@@ -244,9 +268,9 @@ def given(search: Search, maps: Iterable[Mapping[str, int]]) -> Iterator[Submode
 
 
 METHODS: dict[str, Callable[[Search, bool], Iterator[Submodel]]] = {
-    "look-ahead": lambda s, exact: greedy(s, per_cost=True, ahead=True, exact=exact),
-    "per-cost": lambda s, exact: greedy(s, per_cost=True, ahead=False, exact=exact),
-    "greedy": lambda s, exact: greedy(s, per_cost=False, ahead=False, exact=exact),
+    "look-ahead": lambda s, exact: Greedy(s, per_cost=True, ahead=True, exact=exact).submodels(),
+    "per-cost": lambda s, exact: Greedy(s, per_cost=True, ahead=False, exact=exact).submodels(),
+    "greedy": lambda s, exact: Greedy(s, per_cost=False, ahead=False, exact=exact).submodels(),
     "knapsack": lambda s, _: knapsack(s),
     "threshold": lambda s, _: threshold(s),
 }

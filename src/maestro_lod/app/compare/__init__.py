@@ -12,7 +12,7 @@ from maestro_lod.app.compare.runner import Runner
 from maestro_lod.app.compare.table import Comparison, Row, Winner
 from maestro_lod.app.run import Watcher
 from maestro_lod.app.setup import data_of, dense_model_of
-from maestro_lod.deploy.choice import cost_of
+from maestro_lod.cost import cost_of
 
 __all__ = ["Comparison", "Row", "Winner", "compare"]
 

@@ -14,7 +14,7 @@ from maestro_lod.app.data import Data
 from maestro_lod.app.run import Run
 from maestro_lod.app.setup import loss_of
 from maestro_lod.app.trained import Trained, search
-from maestro_lod.deploy.choice import cost_of
+from maestro_lod.cost import cost_of
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.files import alone_in, remove_leftovers
