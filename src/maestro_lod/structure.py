@@ -7,7 +7,7 @@ exchanged for it, opened, closed and handed over is decided here alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -17,6 +17,7 @@ from maestro_lod.errors import LayerError, listed
 from maestro_lod.handover import copy_without_hooks, hand_over, last_of, own_memory
 from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.plain import switch_off_fast_paths
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
 from maestro_lod.layers.registry import low_rank_type, opened_type
 from maestro_lod.layers.uses import role_of
@@ -123,7 +124,7 @@ def restructure(model: nn.Module, wanted: Structure, *, fill: Fill) -> nn.Module
             if id(child) in new:
                 parent._modules[key] = new[id(child)]
     changed = new.get(id(model), model)
-    _switch_off_fast_paths(changed, wanted)
+    switch_off_fast_paths(changed, wanted)
     return changed
 
 
@@ -250,7 +251,7 @@ def _require_possible(modules: Mapping[str, nn.Module], wanted: Structure) -> No
             "factored": kind is not None or role == "low-rank",
             "dense": module is not None,
             "opened": opened_type(type(module)) is not None or role == "opened",
-            "shared": (isinstance(module, nn.Linear) or role == "shared")
+            "shared": (SharedHead.can_replace(module) or role == "shared")
             and wanted.get(form.factors_of or "", OPENED).kind == "low-rank",
         }
         if not possible[form.kind]:
@@ -266,15 +267,3 @@ def _is_of_torch(layer: nn.Module) -> bool:
     return type(layer).__module__.partition(".")[0] == "torch" or type(layer).__module__.startswith(
         __package__
     )
-
-
-def _switch_off_fast_paths(model: nn.Module, changed: Iterable[str]) -> None:
-    """Keep torch's transformer layers from reading dense weights past low-rank layers."""
-    for name, module in model.named_modules():
-        inside = f"{name}." if name else ""
-        if not any(layer.startswith(inside) for layer in changed):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # only the fast path looks at it
-        elif isinstance(module, nn.TransformerEncoder):
-            module.enable_nested_tensor = module.use_nested_tensor = False

@@ -123,6 +123,11 @@ class SharedHead(nn.Module):
         self.register_parameter("bias", bias)
         self.train(embedding.training)
 
+    @staticmethod
+    def can_replace(module: nn.Module | None) -> bool:
+        """Say whether a module is an output head of the kind that shares factors."""
+        return isinstance(module, nn.Linear)
+
     @property
     def embedding(self) -> LowRankEmbedding:
         return self._embedding[0]

@@ -77,7 +77,7 @@ class Binary(nn.Module):
 
     def __init__(self, dense: nn.Linear | nn.Conv2d, *, input_scale: bool = False) -> None:
         super().__init__()
-        self.is_conv, self.input_scale = isinstance(dense, nn.Conv2d), input_scale
+        self.is_conv, self.input_scale = dense.weight.ndim == 4, input_scale
         kind = nn.BatchNorm2d if self.is_conv else nn.BatchNorm1d
         like: dict[str, Any] = {"device": dense.weight.device, "dtype": dense.weight.dtype}
         self.norm = kind(dense.weight.shape[1] * getattr(dense, "groups", 1), eps=EPSILON, **like)

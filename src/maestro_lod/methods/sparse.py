@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from maestro_lod.counting import dense_macs
 from maestro_lod.errors import OptionError
+from maestro_lod.layers.plain import tables_of
 from maestro_lod.methods.sizes import require_reachable
 from maestro_lod.methods.stages import Staged
 from maestro_lod.train.method import RunPlan
@@ -22,11 +23,11 @@ INDEX_BITS = 32  # of a position, where a map with a bit for every weight would 
 
 def prunable_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the weights that may become zero: matrices and kernels, of embeddings none."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables = tables_of(model)
     return {
         name: p
         for name, p in model.named_parameters()
-        if p.ndim > 1 and p.requires_grad and id(p) not in tables
+        if p.ndim > 1 and p.requires_grad and p not in tables
     }
 
 

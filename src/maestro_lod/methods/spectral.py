@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from maestro_lod.cost import Cost, count_params
 from maestro_lod.errors import OptionError
+from maestro_lod.layers.plain import is_linear_or_conv
 from maestro_lod.layers.svd import svd_factors
 from maestro_lod.methods.factorized import Factorizing
 from maestro_lod.methods.frobenius import FrobeniusDecay, Pair
@@ -82,15 +83,13 @@ class FactorPair(nn.Sequential):
 
 
 def _can_be_pair(layer: nn.Module | None) -> bool:
-    if type(layer) is nn.Conv2d:
-        plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        return plain and layer.groups == 1
-    return type(layer) is nn.Linear
+    named = isinstance(getattr(layer, "padding", 0), str)  # such as "same"
+    return is_linear_or_conv(layer) and not named and getattr(layer, "groups", 1) == 1
 
 
-def _rank(share: float, layer: nn.Module, m: int, n: int) -> int:
+def _rank(share: float, layer: Any, m: int, n: int) -> int:
     """Return the rank at a share ρ: of m for convolutions, as in the paper's code, else of min."""
-    of = m if isinstance(layer, nn.Conv2d) else min(m, n)
+    of = m if layer.weight.ndim == 4 else min(m, n)
     return max(1, min(round(share * of), m, n))
 
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from maestro_lod.cost import Cost, count_bits, count_params
 from maestro_lod.counting import dense_macs
 from maestro_lod.errors import LayerError, OptionError, nearest
+from maestro_lod.layers.plain import is_linear_or_conv
 from maestro_lod.layers.ranks import matches
 from maestro_lod.methods.binary import Binary, center_and_clamp
 from maestro_lod.methods.stages import Staged
@@ -31,7 +32,7 @@ class XNORSettings(Settings):
     input_scale: bool = setting(False, "scale outputs by the inputs' size, as in the paper")
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        layers = {name: m for name, m in model.named_modules() if _can_be_binary(m)}
+        layers = {name: m for name, m in model.named_modules() if is_linear_or_conv(m)}
         for pattern in self.real:
             if not any(matches(name, pattern) for name in layers):
                 raise LayerError(f"real={pattern!r} matches no layer.{nearest(pattern, layers)}")
@@ -47,20 +48,13 @@ class XNORSettings(Settings):
                 "could be binary."
             )
         for name in chosen:
-            layer: Any = layers[name]
-            model.set_submodule(name, Binary(layer, input_scale=self.input_scale))
+            model.set_submodule(name, Binary(layers[name], input_scale=self.input_scale))
         return model
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
     ) -> XNOR:
         return XNOR(model, optimizer, example=example, dense=dense)
-
-
-def _can_be_binary(module: nn.Module) -> bool:
-    if type(module) is nn.Conv2d:
-        return module.padding_mode == "zeros"
-    return type(module) is nn.Linear
 
 
 class XNOR(Staged):

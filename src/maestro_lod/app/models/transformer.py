@@ -158,9 +158,9 @@ class Transformer(nn.Module):
         self.target_norm = nn.LayerNorm(width, eps=EPSILON)
         self.decoder = nn.ModuleList(DecoderLayer(*sizes) for _ in range(layers))
         self.output = nn.Linear(width, vocabulary, bias=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
+        for weight in self.parameters():
+            if weight.ndim == 2 and weight is not self.embedding.weight:
+                nn.init.xavier_uniform_(weight)
         self.scale = 1.0
         if tie_output:
             self.output.weight = self.embedding.weight

@@ -28,9 +28,9 @@ class VGG19(nn.Module):
             layers.append(nn.AdaptiveAvgPool2d(1) if last else nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(into, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+        for weight in self.features.parameters():
+            if weight.ndim == 4:
+                nn.init.kaiming_normal_(weight, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.fc(self.features(x).flatten(1))

@@ -1,0 +1,32 @@
+"""Torch's own layers, as those ask about them who put something else in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeGuard
+
+from torch import Tensor, nn
+
+
+def is_linear_or_conv(module: nn.Module | None) -> TypeGuard[nn.Linear | nn.Conv2d]:
+    """Say whether a module is torch's `nn.Linear`, or its `nn.Conv2d` with zeros around images."""
+    if type(module) is nn.Conv2d:
+        return module.padding_mode == "zeros"
+    return type(module) is nn.Linear
+
+
+def tables_of(model: nn.Module) -> set[Tensor]:
+    """Return the weights of a model that are looked up, not multiplied."""
+    return {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+
+
+def switch_off_fast_paths(model: nn.Module, changed: Iterable[str]) -> None:
+    """Keep torch's transformer layers from reading dense weights past low-rank layers."""
+    for name, module in model.named_modules():
+        inside = f"{name}." if name else ""
+        if not any(layer.startswith(inside) for layer in changed):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # only the fast path looks at it
+        elif isinstance(module, nn.TransformerEncoder):
+            module.enable_nested_tensor = module.use_nested_tensor = False
