@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -65,6 +66,16 @@ def decompose(
     >>> model = decompose(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
     """
     plan = Plan(model, only=only, skip=skip, ranks=ranks, tied=tied)
+    wanted = _require_possible(model, plan)
+    if calibration is not None and not isinstance(calibration, Calibration):
+        calibration = calibrate(model, calibration, only=only, skip=skip, tied=tied)
+    fill = svd if calibration is None else calibration.fill()
+    changed = restructure(model, plan.structure(), fill=_telling(fill, len(wanted)))
+    return model if changed is unwrapped(model) else changed
+
+
+def _require_possible(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """Return which layers are decomposed to which rank; refuse a plan that cannot be meant."""
     wanted = plan.wanted()
     if plan.without_effect:
         raise LayerError(
@@ -74,20 +85,19 @@ def decompose(
     if not wanted and not any(row.low_rank for row in plan.rows.values()):
         raise LayerError(_why_nothing(model, plan))
     _require_usable_weights({name: plan.dense[name] for name in wanted})
-    fill: Fill = svd
-    if calibration is not None:
-        if not isinstance(calibration, Calibration):
-            calibration = calibrate(model, calibration, only=only, skip=skip, tied=tied)
-        fill = calibration.fill()
-    tell, done = Telling("decompose"), list[str]()
+    return wanted
+
+
+def _telling(fill: Fill, count: int) -> Fill:
+    """Return a fill that tells how many of the layers are done."""
+    tell, done = Telling("decompose"), itertools.count(1)
 
     def told(name: str, dense: nn.Module, rank: int) -> LowRank:
-        done.append(name)
-        tell(lambda: f"layer {len(done)} of {len(wanted)}, {name}")
+        number = next(done)
+        tell(lambda: f"layer {number} of {count}, {name}")
         return fill(name, dense, rank)
 
-    changed = restructure(model, plan.structure(), fill=told)
-    return model if changed is unwrapped(model) else changed
+    return told
 
 
 def _why_nothing(model: nn.Module, plan: Plan) -> str:

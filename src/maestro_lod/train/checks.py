@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.errors import LayerError, OptionError, listed
+from maestro_lod.errors import LayerError, OptionError, TrainingError, listed
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import require_low_rank
 
 
 def require_loss(value: Any, *, trained: bool = True) -> Tensor:
@@ -38,6 +41,31 @@ def require_trainable(model: nn.Module) -> None:
             f"{listed(made_so, 3)} were made in torch.inference_mode() and can never be trained. "
             "Make or load the model outside of it."
         )
+
+
+def require_ranks_left(keep: Mapping[str, int], threshold: float | None, penalty: float) -> None:
+    """Refuse a shrink that would leave nothing."""
+    if threshold is not None and not any(keep.values()):
+        raise TrainingError(
+            f"every rank of every layer is at or below threshold={threshold}: nothing would be "
+            f"left. Lower penalty={penalty} or set min_rank=1."
+        )
+
+
+def require_ranks_to_train(model: nn.Module, min_rank: int) -> dict[str, LowRank]:
+    """Return the low-rank layers, or refuse what could not train or shrink any of them."""
+    layers = require_low_rank(model)
+    if not any(m.rank and (m.u.requires_grad or m.v.requires_grad) for m in layers.values()):
+        raise OptionError(
+            f"{type(model).__name__} has nothing for LoD to train: every low-rank layer is frozen "
+            "or has rank 0. Call requires_grad_(True) on those to train."
+        )
+    if min_rank > (most := max(layer.rank for layer in layers.values())):
+        raise OptionError(
+            f"min_rank={min_rank} is above the rank of every layer: none could ever shrink. The "
+            f"largest has {most}; give less, or threshold=None not to shrink."
+        )
+    return layers
 
 
 def mismatch(output: Any, target: Any, ignored: int) -> OptionError | None:

@@ -147,34 +147,50 @@ def fit(
     require_trainable(model)
     method, options, watch = method or Dense(), options or FitOptions(), watch or _told(epochs)
     progress, loss = progress or Progress(), loss or CrossEntropy()
-    steps_per_epoch = _steps_per_epoch(train_data, options.accumulate)
-    if isinstance(schedule, LRScheduler | ReduceLROnPlateau):
-        schedule = from_scheduler(schedule, optimizer, epochs, steps_per_epoch)
-    elif schedule is not None and not callable(schedule):
-        raise OptionError(f"schedule={schedule!r} is neither a function of the step nor torch's.")
-    plan = RunPlan(epochs, steps_per_epoch, schedule, judge(train_data, to_evaluate(loss)))
+    plan = _plan(train_data, epochs, options.accumulate, schedule, optimizer, loss)
     method.start(model, optimizer, plan)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     optimizer.zero_grad()  # of whatever came before, a step that failed halfway included
-    one_step = _Step(model, optimizer, method, loss, schedule, options)
+    one_step = _Step(model, optimizer, method, loss, plan.schedule, options)
     while progress.epoch < epochs:
         model.train()
         _steps_of_epoch(_batches(train_data, seed, progress), one_step, progress, watch)
-        require_finite_parameters(model)
-        method.end_epoch(last=progress.epoch + 1 == epochs)
-        follow(model)
-        said = method.record()
-        if said.note is not None:
-            warnings.warn(said.note, UserWarning, stacklevel=2)
+        said = _end_of_epoch(model, method, last=progress.epoch + 1 == epochs)
         recalibrate(inside(model), train_data, options.recalibration, amp=options.amp)
-        reached: dict[str, float] = {}
-        if validation is not None:
-            reached = evaluate(inside(model), validation, to_evaluate(loss), amp=options.amp)
+        reached = {} if validation is None else one_step.evaluated(validation)
         progress.history.append(_record(said, optimizer, progress, reached))
         progress.next_epoch()
         watch.epoch(progress)
     return progress
+
+
+def _plan(
+    train_data: Iterable[Batch],
+    epochs: int,
+    accumulate: int,
+    schedule: object,
+    optimizer: Optimizer,
+    loss: Loss,
+) -> RunPlan:
+    """Say how long the training lasts, and which share of its rate each step has."""
+    steps = _steps_per_epoch(train_data, accumulate)
+    if isinstance(schedule, LRScheduler | ReduceLROnPlateau):
+        schedule = from_scheduler(schedule, optimizer, epochs, steps)
+    elif schedule is not None and not callable(schedule):
+        raise OptionError(f"schedule={schedule!r} is neither a function of the step nor torch's.")
+    return RunPlan(epochs, steps, schedule, judge(train_data, to_evaluate(loss)))
+
+
+def _end_of_epoch(model: nn.Module, method: Method, *, last: bool) -> MethodRecord:
+    """Let the method do what ends an epoch, and return what it says of the model."""
+    require_finite_parameters(model)
+    method.end_epoch(last=last)
+    follow(model)
+    said = method.record()
+    if said.note is not None:
+        warnings.warn(said.note, UserWarning, stacklevel=3)
+    return said
 
 
 def _steps_of_epoch(
@@ -232,6 +248,10 @@ class _Step:
         self.optimizer.zero_grad()
         progress.batch += len(batches)
         progress.step += 1
+
+    def evaluated(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Return the measures of the model on other data."""
+        return evaluate(inside(self.model), batches, to_evaluate(self.loss), amp=self.options.amp)
 
     def _backward(self, inputs: Any, target: Any, weight: float, score: Score) -> None:
         device, amp, part = device_of(self.model), self.options.amp, 1.0

@@ -14,22 +14,21 @@ from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.calls import Example
 from maestro_lod.distributed.agreement import Agreement
-from maestro_lod.distributed.ddp import renew, wrappers_of
-from maestro_lod.distributed.fsdp import adopt_shards, shard_group
+from maestro_lod.distributed.fsdp import adopt_shards
 from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
-    MaestroError,
     OptionError,
-    TrainingError,
-    listed,
     require_bool,
     require_nonnegative,
     require_whole,
 )
-from maestro_lod.layers.lowrank import LowRank
-from maestro_lod.layers.ranks import require_all_active, require_low_rank, unwrapped
+from maestro_lod.layers.ranks import require_all_active, unwrapped
 from maestro_lod.train.budget import Landing
-from maestro_lod.train.checks import require_trainable
+from maestro_lod.train.checks import (
+    require_ranks_left,
+    require_ranks_to_train,
+    require_trainable,
+)
 from maestro_lod.train.elastic import Elastic, sampler_for
 from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.ledger import Ledger
@@ -37,6 +36,7 @@ from maestro_lod.train.method import RunPlan
 from maestro_lod.train.passes import Passes
 from maestro_lod.train.rank_penalty import RankPenalty
 from maestro_lod.train.record import MethodRecord
+from maestro_lod.train.resumable import Resumable
 from maestro_lod.train.shrink import (
     cut,
     ranks_above,
@@ -52,7 +52,7 @@ from maestro_lod.train.unshrunk import unshrunk
 logger = logging.getLogger(__name__)
 
 
-class LoD:
+class LoD(Resumable):
     """Trains a decomposed model: samples ranks, penalizes useless ones, removes them.
 
     >>> train = LoD(model, optimizer, penalty=64e-6)
@@ -93,13 +93,11 @@ class LoD:
     ) -> None:
         self.passes = Passes.of(sampling, full_pass, distill)
         budget = isinstance(strength := require_strength(penalty), Budget)
-        if budget and threshold is None:
-            raise OptionError("a budget has to remove ranks: leave threshold=None out.")
-        optimizer = unwrapped_optimizer(optimizer)
-        self.model, self.optimizer = unwrapped(model), optimizer
+        self.threshold = _require_threshold(threshold, needed=budget)
+        self.model = unwrapped(model)
+        optimizer = self.optimizer = unwrapped_optimizer(optimizer)
         require_all_active(self.model, "training")
         adopt_shards(self.model)
-        self.threshold = None if threshold is None else require_nonnegative("threshold", threshold)
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
         self.sampler = sampler_for(self.model, sampling, seed)
         require_optimizer(self.model, optimizer)
@@ -113,12 +111,9 @@ class LoD:
         self.proximal = self._penalty.proximal
         self.epoch = 0
         self._epochs: int | None = None  # planned, if somebody says so
-        self._layers = _require_ranks_to_train(self.model, self.min_rank)
-        self._grace = Grace(self.model)
-        self._agreement = Agreement(self.model)
-        # of shards nobody can make the copy on which MACs are counted
-        note = example is None and shard_group(self.model) is None
-        self._steps = SampledSteps(self.model, optimizer, self.sampler, note_example=note)
+        self._layers = require_ranks_to_train(self.model, self.min_rank)
+        self._grace, self._agreement = Grace(self.model), Agreement(self.model)
+        self._steps = SampledSteps(self.model, optimizer, self.sampler, note_input=example is None)
 
     @property
     def penalty(self) -> float:
@@ -258,7 +253,7 @@ class LoD:
             self.land()
         spared = self._grace.end_epoch(self.epoch)
         keep = at_least(ranks_above(self.model, self.threshold or 0.0, self.min_rank), spared)
-        _require_ranks(keep, self.threshold, self.penalty)
+        require_ranks_left(keep, self.threshold, self.penalty)
         self._steps.measure(self.ledger)
         return keep if self.landing is None else self.landing.end_epoch(self.model)
 
@@ -290,105 +285,8 @@ class LoD:
         """Return what training has cost so far, relative to training the dense model."""
         return self.ledger.relative()
 
-    # -- resume --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all state as numbers, strings, lists and tensors; save it beside the model's."""
-        self._steps.measure(self.ledger)
-        return {
-            "epoch": self.epoch,
-            "penalty": self.penalty,
-            "ranks": {name: layer.rank for name, layer in self._layers.items()},
-            **self._steps.counts(),
-            "sampler": self.sampler.state_dict(),
-            "ledger": self.ledger.state_dict(),
-            "budget": None if self.landing is None else self.landing.state_dict(),
-            "unmoved": dict(self._grace.ranks),
-            "penalty_use": self._penalty.use,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state exactly; load the model's and the optimizer's state first."""
-        here = {name: layer.rank for name, layer in self._layers.items()}
-        _require_state(state, here, budget=self.landing is not None)
-        require_optimizer(self.model, self.optimizer)
-        before = self.state_dict()
-        try:
-            self._restore(state)
-        except Exception as error:
-            self._restore(before)
-            if isinstance(error, MaestroError):
-                raise
-            raise TrainingError(
-                f"this is no state of a LoD ({error!r}). Give what its state_dict() returned."
-            ) from error
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self.sampler.load_state_dict(state["sampler"])
-        self.ledger.load_state_dict(state["ledger"])
-        if self.landing is not None:
-            self.landing.load_state_dict(state["budget"])
-        self.epoch = require_whole("epoch", state["epoch"])
-        self.penalty = state["penalty"]
-        self._steps.load_counts(state)
-        # which older states do not have
-        spared = state.get("unmoved", {})
-        self._grace.ranks = {name: require_whole(name, rank) for name, rank in spared.items()}
-        if (use := state.get("penalty_use", "applied")) not in (None, "due", "applied"):
-            raise ValueError(f"penalty_use is {use!r}")
-        self._penalty.use = use
-        for wrapper in wrappers_of(self.model):
-            renew(wrapper)  # whose buckets are of other ranks if the model's state was
-
-
-def _require_ranks(keep: Mapping[str, int], threshold: float | None, penalty: float) -> None:
-    if threshold is not None and not any(keep.values()):
-        raise TrainingError(
-            f"every rank of every layer is at or below threshold={threshold}: nothing would be "
-            f"left. Lower penalty={penalty} or set min_rank=1."
-        )
-
-
-def _require_ranks_to_train(model: nn.Module, min_rank: int) -> dict[str, LowRank]:
-    """Return the low-rank layers, or refuse what could not train or shrink any of them."""
-    layers = require_low_rank(model)
-    if not any(m.rank and (m.u.requires_grad or m.v.requires_grad) for m in layers.values()):
-        raise OptionError(
-            f"{type(model).__name__} has nothing for LoD to train: every low-rank layer is frozen "
-            "or has rank 0. Call requires_grad_(True) on those to train."
-        )
-    if min_rank > (most := max(layer.rank for layer in layers.values())):
-        raise OptionError(
-            f"min_rank={min_rank} is above the rank of every layer: none could ever shrink. The "
-            f"largest has {most}; give less, or threshold=None not to shrink."
-        )
-    return layers
-
-
-_STATE = (
-    "epoch", "penalty", "ranks", "steps", "forwards", "whole", "sampler", "ledger", "budget",
-)  # fmt: skip
-
-
-def _require_state(state: Any, ranks: dict[str, int], *, budget: bool) -> None:
-    """Refuse what is no state of a LoD, or one of other ranks or another choice of λ."""
-    given = state if isinstance(state, Mapping) else {}
-    if missing := [part for part in _STATE if part not in given]:
-        raise TrainingError(
-            f"this is no state of a LoD: it has no {listed(missing)}. Give what its "
-            "state_dict() returned."
-        )
-    saved = state["ranks"]
-    if not isinstance(saved, Mapping):
-        raise TrainingError(f"the ranks of a state are {saved!r:.40}, not a mapping from names.")
-    if saved != ranks:
-        differing = [name for name in {**ranks, **saved} if ranks.get(name) != saved.get(name)]
-        raise TrainingError(
-            f"the saved state has other ranks than the model at {listed(differing)}. Load the "
-            "model's state_dict, saved at the same moment, before this one."
-        )
-    if budget != (state["budget"] is not None):
-        there, here = ("no", "a") if budget else ("a", "no")
-        raise TrainingError(
-            f"the saved state has {there} budget, this LoD {here} one. Create it as it was."
-        )
+def _require_threshold(threshold: float | None, *, needed: bool) -> float | None:
+    if threshold is None and needed:
+        raise OptionError("a budget has to remove ranks: leave threshold=None out.")
+    return None if threshold is None else require_nonnegative("threshold", threshold)

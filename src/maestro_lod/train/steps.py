@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.distributed.shards import is_sharded
 from maestro_lod.errors import LayerError, TrainingError, listed, require_bool, require_whole
 from maestro_lod.layers.lowrank import LowRank
@@ -29,7 +30,7 @@ class SampledSteps:
     """Draws the ranks of each step, keeps them active while it lasts, and counts what was done."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, sampler: RankSampler, *, note_example: bool
+        self, model: nn.Module, optimizer: Optimizer, sampler: RankSampler, *, note_input: bool
     ) -> None:
         self.sampler, self._model = sampler, model
         self.count = 0
@@ -46,7 +47,9 @@ class SampledSteps:
         self._drawn: dict[LowRank, int] = {}
         self._whole_step = False
         self._active: ExitStack | None = None  # as long as a step lasts
-        self._first_call = FirstCall(model) if note_example else None
+        # of shards nobody can make the copy on which MACs are counted
+        note_input = note_input and shard_group(model) is None
+        self._first_call = FirstCall(model) if note_input else None
 
     @contextmanager
     def one(self, *, whole: bool) -> Iterator[dict[str, int]]:
