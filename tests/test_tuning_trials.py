@@ -137,6 +137,7 @@ def test_two_processes_share_a_search_and_a_kill_loses_one_trial(storage: str, t
         [sys.executable, __file__, storage, str(begun)],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
+    assert done.stdout, done.stderr  # of the process that should have ended the search
     status, penalty, rows = json.loads(done.stdout)
     assert (status, penalty) == ("params_only", 0.5)
     killed = int(begun.read_text())
