@@ -36,8 +36,6 @@ class TorchPruningSettings(SizedSettings):
     warmup: float = setting(0.5, "share of the run that trains the dense model", least=0.0)
 
     def __post_init__(self) -> None:
-        if self.size is None:
-            raise OptionError("torch-pruning needs a size, such as size=0.25.")
         if self.warmup >= 1.0:
             raise OptionError(f"warmup={self.warmup:g} leaves no epoch after the pruning.")
 
@@ -47,8 +45,9 @@ class TorchPruningSettings(SizedSettings):
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
     ) -> TorchPruning:
-        size = self.size or 1.0
-        prune(copy.deepcopy(model), example, int(size * dense.params))  # or it cannot be reached
+        prune(
+            copy.deepcopy(model), example, int(self.size * dense.params)
+        )  # or it cannot be reached
         return TorchPruning(model, optimizer, settings=self, example=example, dense=dense)
 
 
@@ -73,7 +72,7 @@ class TorchPruning(Staged):
 
     def turn(self, *, last: bool) -> None:
         if not self.pruned and self.epoch >= epochs_of(self.settings.warmup, self.plan.epochs):
-            limit = int((self.settings.size or 1.0) * self.dense.params)
+            limit = int(self.settings.size * self.dense.params)
             self._exchanged(lambda: prune(self.model, self.example, limit))
 
     def reshape(self, state: dict[str, Any]) -> None:
@@ -109,7 +108,8 @@ def prune(model: nn.Module, example: Any, limit: int) -> nn.Module:
 
 
 def _pruned(model: nn.Module, inputs: tuple[Any, ...], limit: int) -> nn.Module:
-    matrices = [m for m in model.modules() if isinstance(m, nn.Linear | _ConvNd)]
+    owners = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.ndim > 1}
+    matrices = [m for name, m in model.named_modules() if name in owners]
     training = model.training
     pruner = torch_pruning.pruner.MagnitudePruner(
         model,

@@ -30,8 +30,6 @@ class IMPSettings(SizedSettings):
     rewind: float = setting(0.02, "share of the first training to go back to", least=0.0)
 
     def __post_init__(self) -> None:
-        if self.size is None:
-            raise OptionError("imp needs a size, such as size=0.25.")
         if not 0.0 < self.prune < 1.0:
             raise OptionError(f"prune={self.prune:g} must be between 0 and 1.")
         if self.rewind >= 1.0:
@@ -41,7 +39,7 @@ class IMPSettings(SizedSettings):
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
     ) -> IMP:
         return IMP(
-            model, optimizer, size=self.size or 1.0, prune=self.prune, rewind=self.rewind,
+            model, optimizer, size=self.size, prune=self.prune, rewind=self.rewind,
             example=example, dense=dense,
         )  # fmt: skip
 

@@ -26,8 +26,6 @@ class NarrowSettings(SizedSettings):
     size_in: Measure = setting("params", "what the size counts", choices=("params", "macs"))
 
     def build(self, builder: Builder, example: Example) -> nn.Module:
-        if self.size is None:
-            raise OptionError("narrow needs a size, such as size=0.25.")
         if builder.width is None:
             raise OptionError(
                 "method=narrow needs a model that can be built with other widths: its function "

@@ -19,25 +19,28 @@ from maestro_lod.errors import OptionError
 from maestro_lod.methods.factorized import Factorized, Factorizing
 from maestro_lod.methods.sizes import (
     Measure,
-    SizedSettings,
     full_rank_costs,
     ranks_of_size,
     require_share,
 )
 from maestro_lod.methods.stages import epochs_of
 from maestro_lod.planning import Plan
-from maestro_lod.train.method import RunPlan, setting
+from maestro_lod.train.method import RunPlan, Settings, setting
 
 QUARTER = 0.25  # of the full rank: the paper's choice for all its models
 
 
+def _optional_share(value: Any) -> Any:
+    return None if value is None else require_share(value)
+
+
 @dataclass(frozen=True)
-class PufferfishSettings(Factorizing, SizedSettings):
+class PufferfishSettings(Factorizing, Settings):
     """A size, or else ranks: a quarter of the full ones."""
 
     alternatives = ("size",)
 
-    size: float | None = setting(None, "share of the dense model to reach", check=require_share)
+    size: float | None = setting(None, "share of the dense model to reach", check=_optional_share)
     size_in: Measure = setting("params", "what the size counts", choices=("params", "macs"))
     warmup: float = setting(0.25, "share of the run that trains the dense model", least=0.0)
 
@@ -46,6 +49,10 @@ class PufferfishSettings(Factorizing, SizedSettings):
             raise OptionError("size chooses the ranks: leave decompose.ranks out.")
         if self.warmup >= 1.0:
             raise OptionError(f"warmup={self.warmup:g} leaves no epoch for the factors.")
+
+    @classmethod
+    def at_size(cls, size: float) -> dict[str, Any]:
+        return {"size": size}
 
     def ranks(self, model: nn.Module, example: Any) -> dict[str, int]:
         """Return the rank of each layer of a dense model that becomes low-rank."""

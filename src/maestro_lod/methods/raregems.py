@@ -33,8 +33,6 @@ class RareGemsSettings(SizedSettings):
     freeze_every: int | None = setting(None, "epochs; else a tenth of the search", least=1)
 
     def __post_init__(self) -> None:
-        if self.size is None:
-            raise OptionError("raregems needs a size, such as size=0.25.")
         if not 0.0 < self.search_share < 1.0:
             raise OptionError(
                 f"search_share={self.search_share:g} must be a share of the run: 0.5 is half."
@@ -44,7 +42,7 @@ class RareGemsSettings(SizedSettings):
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
     ) -> RareGems:
         return RareGems(
-            model, optimizer, size=self.size or 1.0, settings=self, seed=seed,
+            model, optimizer, size=self.size, settings=self, seed=seed,
             example=example, dense=dense,
         )  # fmt: skip
 

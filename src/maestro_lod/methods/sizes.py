@@ -22,9 +22,7 @@ Measure = Literal["params", "macs"]
 
 
 def require_share(value: Any) -> Any:
-    """Refuse what is no share of the dense model; None is no choice."""
-    if value is None:
-        return value
+    """Refuse what is no share of the dense model."""
     try:
         share = float(value)
     except (TypeError, ValueError):
@@ -38,7 +36,7 @@ def require_share(value: Any) -> Any:
 class SizedSettings(Settings):
     """Settings of a method that is told which size to reach."""
 
-    size: float | None = setting(0.25, "share of the dense model to reach", check=require_share)
+    size: float = setting(0.25, "share of the dense model to reach", check=require_share)
 
     @classmethod
     def at_size(cls, size: float) -> dict[str, Any]:

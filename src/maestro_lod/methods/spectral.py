@@ -41,8 +41,8 @@ class SpectralSettings(Factorizing, SizedSettings):
     )
 
     def __post_init__(self) -> None:
-        if self.size is None or self.decompose.ranks is not None:
-            raise OptionError("the size chooses the ranks: give a size and no decompose.ranks.")
+        if self.decompose.ranks is not None:
+            raise OptionError("the size chooses the ranks: leave decompose.ranks out.")
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return factorized(model, self.ranks(model))
@@ -58,7 +58,7 @@ class SpectralSettings(Factorizing, SizedSettings):
                 " has none that can be factorized."
             )
         shapes = {name: _matrix(layer.weight).shape for name, layer in layers.items()}
-        dense, size = count_params(model), self.size or 1.0
+        dense = count_params(model)
 
         def at(share: float) -> dict[str, int]:
             return {name: _rank(share, layers[name], *shape) for name, shape in shapes.items()}
@@ -67,8 +67,8 @@ class SpectralSettings(Factorizing, SizedSettings):
             return dense + sum(r * sum(shapes[n]) - shapes[n].numel() for n, r in ranks.items())
 
         least = params(at(0.0)) / dense
-        require_reachable(size, least, RANK_1, MORE_LAYERS)
-        return at(largest_share(lambda share: params(at(share)) <= size * dense))
+        require_reachable(self.size, least, RANK_1, MORE_LAYERS)
+        return at(largest_share(lambda share: params(at(share)) <= self.size * dense))
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost

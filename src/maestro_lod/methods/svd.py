@@ -34,17 +34,17 @@ class SVDSettings(Factorizing, SizedSettings):
     finetune: float = setting(0.0, "share of the run after the cut", least=0.0)
 
     def __post_init__(self) -> None:
-        if self.size is None or self.decompose.ranks is not None:
-            raise OptionError("the search chooses the ranks: give a size and no decompose.ranks.")
+        if self.decompose.ranks is not None:
+            raise OptionError("the search chooses the ranks: leave decompose.ranks out.")
         if self.finetune >= 1.0:
             raise OptionError(f"finetune={self.finetune:g} leaves no epoch to train before.")
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
     ) -> SVD:
-        choice, size = self.choice(model), self.size or 1.0
+        choice = self.choice(model)
         costs, full = full_rank_costs(model, example, choice)
-        ranks_of_size(costs, full, size, self.size_in)  # which refuses what cannot be reached
+        ranks_of_size(costs, full, self.size, self.size_in)  # which refuses what cannot be reached
         return SVD(model, optimizer, settings=self, choice=choice, example=example, dense=dense)
 
 
@@ -68,9 +68,8 @@ class SVD(Factorized):
         if loss is None:
             raise TrainingError("svd has no training samples to search on.")
         low_rank = decompose(copy.deepcopy(self.model), **self.choice)
-        size = chosen.size or 1.0
         found = frontier(
             low_rank, loss, method=chosen.search, cost=chosen.size_in, example=self.example,
-            until=size,
+            until=chosen.size,
         )  # fmt: skip
-        return found.pick(**{f"max_{chosen.size_in}": size})
+        return found.pick(**{f"max_{chosen.size_in}": chosen.size})
