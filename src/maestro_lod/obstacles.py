@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -12,8 +13,14 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from maestro_lod.handover import STATE_HOOKS, held_in
-from maestro_lod.layers.embedding import SharedHead
-from maestro_lod.layers.registry import changed_by, low_rank_type, opened_type, registered_base
+from maestro_lod.layers.embedding import SharedHead, can_share
+from maestro_lod.layers.registry import (
+    changed_by,
+    low_rank_type,
+    opened_type,
+    registered_base,
+    weights_read_by,
+)
 from maestro_lod.reading import reading_of
 
 
@@ -57,8 +64,8 @@ class Obstacles:
             reader: Any = type(called)
             if argument in reading_of(reader).arguments:
                 self._readers[id(_descendant(module, path))] = reader.__name__
-        if isinstance(module, nn.MultiheadAttention):  # by torch's own code
-            self._readers[id(module.out_proj)] = kind.__name__
+        for part in weights_read_by(kind):  # in torch's own code
+            self._readers[id(_descendant(module, part))] = kind.__name__
 
     def to(self, module: nn.Module) -> str | None:
         """Return why a module cannot be decomposed, '' if it can, None if there is nothing to."""
@@ -163,24 +170,21 @@ class Obstacles:
             return f"no rank saves anything ({m}×{n}{per_group})"
         return ""
 
-    def tied_heads(self) -> list[tuple[tuple[str, nn.Embedding], tuple[str, nn.Linear]]]:
+    def tied_heads(self) -> list[tuple[tuple[str, nn.Module], tuple[str, nn.Module]]]:
         """Return each embedding that is tied to exactly one linear head with it, by name."""
-        pairs = []
-        for owners in self._owners.values():
-            tables = [(name, m) for name, _, m in owners if type(m) is nn.Embedding]
-            heads = [(name, m) for name, _, m in owners if type(m) is nn.Linear]
-            if len(owners) == 2 and len(tables) == len(heads) == 1:
-                table, head = tables[0][1].weight, heads[0][1].weight
-                # not, say, a transposed view, or some rows
-                if table.shape == head.shape and table.stride() == head.stride():
-                    pairs.append((tables[0], heads[0]))
-        return pairs
+        return [
+            ((name, table), (head_name, head))
+            for owners in self._owners.values()
+            if len(owners) == 2
+            for (name, _, table), (head_name, _, head) in itertools.permutations(owners)
+            if can_share(table, head)
+        ]
 
 
 def _names_only_ours(dense: type[nn.Module]) -> set[str]:
     """Return the names that mean something on what replaces a layer, and nothing on the layer."""
     kinds: list[type[nn.Module] | None] = [low_rank_type(dense), opened_type(dense)]
-    if dense is nn.Linear:
+    if dense is SharedHead.replaces:
         kinds.append(SharedHead)
     ours = {name for kind in kinds if kind is not None for name in _names(kind)}
     return {name for name in ours - _names(dense) if not name.startswith("_")}

@@ -251,7 +251,7 @@ def _require_possible(modules: Mapping[str, nn.Module], wanted: Structure) -> No
             "factored": kind is not None or role == "low-rank",
             "dense": module is not None,
             "opened": opened_type(type(module)) is not None or role == "opened",
-            "shared": (SharedHead.can_replace(module) or role == "shared")
+            "shared": (isinstance(module, SharedHead.replaces) or role == "shared")
             and wanted.get(form.factors_of or "", OPENED).kind == "low-rank",
         }
         if not possible[form.kind]:

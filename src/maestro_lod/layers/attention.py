@@ -29,6 +29,8 @@ class Attention(nn.Module):
     handed_over: tuple[str, ...] = ()
     """The names of what a user had put on torch's layer."""
     applies_parts = False
+    read_by_dense = ("out_proj",)
+    """The parts whose weights torch's layer reads instead of calling them."""
 
     # What torch's transformer layers read to decide on their fast path, which needs dense weights.
     in_proj_weight = None

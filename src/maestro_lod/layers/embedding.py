@@ -113,6 +113,7 @@ class SharedHead(nn.Module):
     """
 
     kind = "SharedHead"
+    replaces = nn.Linear
     bias: nn.Parameter | None
     handed_over: tuple[str, ...] = ()
     """The names of what a user had put on the linear layer."""
@@ -122,11 +123,6 @@ class SharedHead(nn.Module):
         self._embedding = (embedding,)  # in a tuple, where torch does not look for children
         self.register_parameter("bias", bias)
         self.train(embedding.training)
-
-    @staticmethod
-    def can_replace(module: nn.Module | None) -> bool:
-        """Say whether a module is an output head of the kind that shares factors."""
-        return isinstance(module, nn.Linear)
 
     @property
     def embedding(self) -> LowRankEmbedding:
@@ -199,3 +195,11 @@ class SharedHead(nn.Module):
         if self.bias is not None:
             last.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
         return head.train(self.training)
+
+
+def can_share(table: nn.Module, head: nn.Module) -> bool:
+    """Say whether two layers with one weight are an embedding and its output head, as they are."""
+    if type(table) is not nn.Embedding or type(head) is not SharedHead.replaces:
+        return False
+    one, other = table.weight, head.weight  # not, say, a transposed view, or some rows
+    return one.shape == other.shape and one.stride() == other.stride()

@@ -103,6 +103,12 @@ def _kind_of(dense: type) -> Any:
     return None if base is None or changed_by(dense, base) else _registered(base)
 
 
+def weights_read_by(dense: type) -> tuple[str, ...]:
+    """Return the parts of a dense layer whose weights its own code reads, past their forward."""
+    base = registered_base(dense)
+    return () if base is None else getattr(_registered(base), "read_by_dense", ())
+
+
 def low_rank_type(dense: type) -> type[LowRank] | None:
     """Return what replaces layers of this type that have one weight, None if nothing does."""
     kind = _kind_of(dense)
