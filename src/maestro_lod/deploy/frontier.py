@@ -18,7 +18,7 @@ from maestro_lod.deploy.journal import Journal
 from maestro_lod.deploy.limits import Point
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.deploy.replay import Loss, Replay
-from maestro_lod.deploy.search import METHODS, Search, Submodel, given
+from maestro_lod.deploy.search import METHODS, Search, Submodel, at_given_ranks
 from maestro_lod.errors import LayerError, OptionError, listed, nearest, require_whole
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
 from maestro_lod.shown import Telling
@@ -79,9 +79,9 @@ def frontier(
     about |= {"ranks": replay.ranks, "loss": replay.loss}
     with Journal(resume, about) as journal:
         search = Search(replay, costs, cost, step, journal)
-        steps = given(search, maps) if maps is not None else _steps(search, method, exact)
+        steps = at_given_ranks(search, maps) if maps is not None else _steps(search, method, exact)
         points = []
-        for point, share in _measured(search, steps, accuracy, progress or _told()):
+        for point, share in _measured(search, steps, accuracy, progress or _usual_progress()):
             points.append(point)
             if until is not None and (until(point) if callable(until) else share <= until):
                 break
@@ -162,7 +162,7 @@ def require_method(method: str) -> None:
         )
 
 
-def _told() -> Callable[[int, float], None]:
+def _usual_progress() -> Callable[[int, float], None]:
     """Return who is told how far a search has come if nobody else is."""
     tell = Telling("frontier")
     return lambda count, share: tell(lambda: f"{count} sizes, down to {share:.2f}×")

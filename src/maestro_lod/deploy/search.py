@@ -257,7 +257,7 @@ def threshold(search: Search) -> Iterator[Submodel]:
         yield search.here
 
 
-def given(search: Search, maps: Iterable[Mapping[str, int]]) -> Iterator[Submodel]:
+def at_given_ranks(search: Search, maps: Iterable[Mapping[str, int]]) -> Iterator[Submodel]:
     """Take these ranks, one mapping after the other."""
     for i, ranks in enumerate(maps):
         loss = search.evaluate(ranks)

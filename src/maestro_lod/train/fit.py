@@ -88,7 +88,7 @@ class Watch:
     epoch: Callable[[Progress], object] = _ignore
 
 
-def _told(epochs: int) -> Watch:
+def _usual_watch(epochs: int) -> Watch:
     """Return who watches if nobody else does: a line every few seconds, where progress is shown."""
     tell = Telling("fit")
 
@@ -145,7 +145,11 @@ def fit(
     require_whole("epochs", epochs)
     require_seed(seed)
     require_trainable(model)
-    method, options, watch = method or Dense(), options or FitOptions(), watch or _told(epochs)
+    method, options, watch = (
+        method or Dense(),
+        options or FitOptions(),
+        watch or _usual_watch(epochs),
+    )
     progress, loss = progress or Progress(), loss or CrossEntropy()
     plan = _plan(train_data, epochs, options.accumulate, schedule, optimizer, loss)
     method.start(model, optimizer, plan)

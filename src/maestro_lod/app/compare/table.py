@@ -12,7 +12,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from maestro_lod.app.compare.metrics import better
-from maestro_lod.app.compare.words import told
+from maestro_lod.app.compare.words import in_words
 
 _SLACK = 1.005
 """Times a size: what is no larger than this has that size."""
@@ -107,7 +107,7 @@ class Comparison:
     """What is not there, and why."""
 
     def __str__(self) -> str:
-        return told(self)
+        return in_words(self)
 
     def order(self, row: Row) -> float:
         """Return how good a row is, more being better."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 HEADER = ("size", "method", "params", "MACs", "bytes", "latency", "training")
 
 
-def told(found: Comparison) -> str:
+def in_words(found: Comparison) -> str:
     """Return all of a comparison for a terminal."""
     rows = [
         (size_of(row), row.method, *costs(found, row), score(found, row)) for row in ranked(found)
