@@ -3,15 +3,18 @@
     lod train resnet18-small-cifar10 --set penalty=0 --out runs/ordered
     lod train resnet18-small-cifar10 --set method=dense --out runs/dense
     python benchmarks/frontier.py runs/ordered [runs/dense]
+    python benchmarks/frontier.py --replay runs/ordered runs/other ...
 
 The naive search is the paper's: before each cut it evaluates every candidate with a whole forward.
 Layer evaluations are forwards of single low-rank layers that really ran. The dense model is
-decomposed by SVD; there the naive search is left out.
+decomposed by SVD; there the naive search is left out. With --replay nothing but the use of
+remembered outputs is measured: CPU time of the same search with and without it, in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -164,12 +167,40 @@ def report(kind: str, found: dict[str, Frontier], costs: dict[str, dict[str, flo
     return {"searches": costs, "at a share of the MACs": quality}
 
 
+def replayed(directory: Path, rounds: int = 3) -> dict[str, dict[str, float]]:
+    """Time searches of a run's model with outputs remembered and without, in turn."""
+    trained = Trained.of(Run.open(directory))
+    x, y = tensors(trained.data.train, SAMPLES)
+    answer = {}
+    for method in ("look-ahead", "greedy", "knapsack"):
+        seconds: dict[int, list[float]] = {2**31: [], 0: []}
+        found = {}
+        for _ in range(rounds):
+            for memory, times in seconds.items():
+                start = time.process_time()
+                found[memory] = frontier(
+                    trained.model, lambda m: F.cross_entropy(m(x), y), example=x[:1], until=UNTIL,
+                    method=method, memory=memory,
+                )  # fmt: skip
+                times.append(time.process_time() - start)
+        assert [p.ranks for p in found[0]] == [p.ranks for p in found[2**31]]
+        with_it, without = (statistics.median(times) for times in seconds.values())
+        answer[method] = {"CPU s": with_it, "without": without, "saves": without / with_it}
+        print(f"{directory}, {method}: {answer[method]}", flush=True)
+    return answer
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ordered", type=Path, help="a run without penalty")
+    parser.add_argument("ordered", type=Path, nargs="?", help="a run without penalty")
     parser.add_argument("dense", type=Path, nargs="?", help="a dense run of the same recipe")
+    parser.add_argument("--replay", type=Path, nargs="+", help="runs: measure remembering alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.replay:
+        recipes = {path: Run.open(path).recipe.recipe for path in options.replay}
+        write("replay", {recipes[path]: replayed(path) for path in options.replay})
+        return
     answer: dict[str, Any] = {"samples of the search": SAMPLES, "test samples": TEST}
     runs = {"low-rank training": options.ordered, "SVD of dense": options.dense}
     for kind, directory in runs.items():
