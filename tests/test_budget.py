@@ -15,9 +15,9 @@ from maestro_lod.cost import count_params
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.state import load_state, save_state
-from maestro_lod.train.fit import Watch
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.progress import Progress
+from maestro_lod.train.watch import Watch
 
 
 def net() -> nn.Module:

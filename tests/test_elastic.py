@@ -20,9 +20,9 @@ from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train.elastic import Elastic, ElasticSampler
-from maestro_lod.train.fit import Watch
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.progress import Progress
+from maestro_lod.train.watch import Watch
 
 
 class Tagger(nn.Module):

@@ -23,9 +23,10 @@ from maestro_lod.layers import LowRank
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train import fit as fit_module
 from maestro_lod.train.evaluate import CrossEntropy, Score, evaluate, recalibrate
-from maestro_lod.train.fit import FitOptions, Watch, fit
+from maestro_lod.train.fit import FitOptions, fit
 from maestro_lod.train.progress import Progress
 from maestro_lod.train.schedule import milestones, vaswani
+from maestro_lod.train.watch import Watch
 
 EPOCHS, PER_EPOCH = 3, 5
 

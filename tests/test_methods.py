@@ -24,10 +24,11 @@ from maestro_lod.methods import METHODS, register
 from maestro_lod.methods.dense import Dense, DenseSettings
 from maestro_lod.methods.lod import LoDSettings
 from maestro_lod.state import load_state, save_state
-from maestro_lod.train.fit import Watch, fit
+from maestro_lod.train.fit import fit
 from maestro_lod.train.method import RunPlan, Settings, setting
 from maestro_lod.train.record import EpochRecord, MethodRecord
 from maestro_lod.train.strength import Budget, Pressure
+from maestro_lod.train.watch import Watch
 from runs import assert_same_end, stopped
 
 # -- a method of one's own -----------------------------------------------------------------------

@@ -37,10 +37,11 @@ from maestro_lod.files import alone_in, remove_leftovers
 from maestro_lod.layers.ranks import low_rank_layers, match_ranks
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train.evaluate import evaluate, to_evaluate
-from maestro_lod.train.fit import FitOptions, Watch, fit
+from maestro_lod.train.fit import FitOptions, fit
 from maestro_lod.train.method import Reshaping
 from maestro_lod.train.progress import Progress
 from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.watch import Watch
 
 
 class Watcher(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,6 @@ from maestro_lod.errors import (
     require_whole,
 )
 from maestro_lod.methods.dense import Dense
-from maestro_lod.shown import Telling
 from maestro_lod.train.checks import require_loss, require_trainable
 from maestro_lod.train.evaluate import (
     Batch,
@@ -47,9 +46,10 @@ from maestro_lod.train.evaluate import (
 from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.method import Method, RunPlan, Schedule
 from maestro_lod.train.progress import Progress, random_states, set_random_states
-from maestro_lod.train.record import EpochRecord, MethodRecord
+from maestro_lod.train.record import EpochRecord
 from maestro_lod.train.sample import judge
 from maestro_lod.train.schedule import from_scheduler
+from maestro_lod.train.watch import Watch, usual_watch
 
 
 @dataclass(frozen=True)
@@ -76,43 +76,6 @@ class FitOptions:
             raise OptionError("clip_norm=0 would stop all training; leave it None not to clip.")
 
 
-def _ignore(progress: Progress) -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Who sees the progress after each optimizer step and each epoch; what they raise ends it."""
-
-    step: Callable[[Progress], object] = _ignore
-    epoch: Callable[[Progress], object] = _ignore
-
-
-def _usual_watch(epochs: int) -> Watch:
-    """Return who watches if nobody else does: a line every few seconds, where progress is shown."""
-    tell = Telling("fit")
-
-    def place(progress: Progress) -> str:
-        if progress.batch or not progress.history:
-            means = _measures("train", progress.score.means())
-            return f"epoch {progress.epoch + 1} of {epochs}, batch {progress.batch}{means}"
-        last = progress.history[-1]
-        means = _measures(
-            "validation" if last.validation else "train", last.validation or last.train
-        )
-        size = "" if last.relative_params is None else f", params {last.relative_params:.2f}×"
-        return f"epoch {last.epoch} of {epochs} done{means}{size}"
-
-    def epoch(progress: Progress) -> None:
-        (tell.end if progress.epoch == epochs else tell)(lambda: place(progress))
-
-    return Watch(step=lambda progress: tell(lambda: place(progress)), epoch=epoch)
-
-
-def _measures(split: str, means: Mapping[str, float]) -> str:
-    return "".join(f", {split} {name} {value:.4g}" for name, value in means.items())
-
-
 def fit(
     model: nn.Module,
     train_data: Iterable[Batch],
@@ -135,36 +98,22 @@ def fit(
 
     `train_data` gives (inputs, target) batches anew each time it is iterated; inputs may be a tuple
     or mapping of arguments. Before each epoch torch's global generator is seeded from `seed` and
-    the epoch, so shuffling, augmentation and dropout repeat exactly. `schedule` is one of torch's
-    schedulers, or says which share of its learning rate an optimizer step has. `progress` continues
-    a run from where `Progress.state_dict()` was taken, in the middle of an epoch too, once model,
-    optimizer and method are as they were. Where a LoD distils, a loss of your own says what the
-    sampled pass is trained on by a method `soft(output, teacher, target)`, unless outputs are
-    scores (N, classes).
+    the epoch, so all that is random repeats exactly. `schedule` is one of torch's schedulers, or
+    says which share of its learning rate a step has. `progress` continues a run from where its
+    `state_dict()` was taken, in the middle of an epoch too, once all else is as it was. Where a LoD
+    distils, the loss has a method `soft(output, teacher, target)`, or outputs (N, classes).
     """
     require_whole("epochs", epochs)
     require_seed(seed)
     require_trainable(model)
-    method, options, watch = (
-        method or Dense(),
-        options or FitOptions(),
-        watch or _usual_watch(epochs),
-    )
-    progress, loss = progress or Progress(), loss or CrossEntropy()
+    progress, watch = progress or Progress(), watch or usual_watch(epochs)
+    method, loss, options = method or Dense(), loss or CrossEntropy(), options or FitOptions()
     plan = _plan(train_data, epochs, options.accumulate, schedule, optimizer, loss)
     method.start(model, optimizer, plan)
-    for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-    optimizer.zero_grad()  # of whatever came before, a step that failed halfway included
     one_step = _Step(model, optimizer, method, loss, plan.schedule, options)
     while progress.epoch < epochs:
-        model.train()
         _steps_of_epoch(_batches(train_data, seed, progress), one_step, progress, watch)
-        said = _end_of_epoch(model, method, last=progress.epoch + 1 == epochs)
-        recalibrate(inside(model), train_data, options.recalibration, amp=options.amp)
-        reached = {} if validation is None else one_step.evaluated(validation)
-        progress.history.append(_record(said, optimizer, progress, reached))
-        progress.next_epoch()
+        _end_epoch(one_step, progress, train_data, validation, last=progress.epoch + 1 == epochs)
         watch.epoch(progress)
     return progress
 
@@ -186,21 +135,11 @@ def _plan(
     return RunPlan(epochs, steps, schedule, judge(train_data, to_evaluate(loss)))
 
 
-def _end_of_epoch(model: nn.Module, method: Method, *, last: bool) -> MethodRecord:
-    """Let the method do what ends an epoch, and return what it says of the model."""
-    require_finite_parameters(model)
-    method.end_epoch(last=last)
-    follow(model)
-    said = method.record()
-    if said.note is not None:
-        warnings.warn(said.note, UserWarning, stacklevel=3)
-    return said
-
-
 def _steps_of_epoch(
     batches: Iterator[Batch], one_step: _Step, progress: Progress, watch: Watch
 ) -> None:
     """Do the steps that are left of an epoch; only they count as training time."""
+    one_step.model.train()
     began = time.perf_counter()
     while group := list(itertools.islice(batches, one_step.options.accumulate)):
         one_step(group, progress)
@@ -211,18 +150,38 @@ def _steps_of_epoch(
         raise TrainingError("the training data has no batch: nothing would be trained.")
 
 
-def _record(
-    said: MethodRecord, optimizer: Optimizer, progress: Progress, validation: dict[str, float]
-) -> EpochRecord:
-    return EpochRecord(
-        **vars(said),
-        epoch=progress.epoch + 1,
-        step=progress.step,
-        seconds=progress.seconds,
-        lr=float(optimizer.param_groups[0]["lr"]),
-        train=progress.score.means(),
-        validation=validation,
+def _end_epoch(
+    done: _Step,
+    progress: Progress,
+    train_data: Iterable[Batch],
+    validation: Iterable[Batch] | None,
+    *,
+    last: bool,
+) -> None:
+    """Let the method do what ends an epoch, evaluate the model, and write down what it is now."""
+    model, amp = done.model, done.options.amp
+    require_finite_parameters(model)
+    done.method.end_epoch(last=last)
+    follow(model)
+    said = done.method.record()
+    if said.note is not None:
+        warnings.warn(said.note, UserWarning, stacklevel=3)
+    recalibrate(inside(model), train_data, done.options.recalibration, amp=amp)
+    reached: dict[str, float] = {}
+    if validation is not None:
+        reached = evaluate(inside(model), validation, to_evaluate(done.loss), amp=amp)
+    progress.history.append(
+        EpochRecord(
+            **vars(said),
+            epoch=progress.epoch + 1,
+            step=progress.step,
+            seconds=progress.seconds,
+            lr=float(done.optimizer.param_groups[0]["lr"]),
+            train=progress.score.means(),
+            validation=reached,
+        )
     )
+    progress.next_epoch()
 
 
 @dataclass
@@ -235,6 +194,11 @@ class _Step:
     loss: Loss
     schedule: Schedule | None
     options: FitOptions
+
+    def __post_init__(self) -> None:
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self.optimizer.zero_grad()  # of whatever came before, a step that failed halfway included
 
     def __call__(self, batches: list[Batch], progress: Progress) -> None:
         if self.schedule is not None:
@@ -252,10 +216,6 @@ class _Step:
         self.optimizer.zero_grad()
         progress.batch += len(batches)
         progress.step += 1
-
-    def evaluated(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return the measures of the model on other data."""
-        return evaluate(inside(self.model), batches, to_evaluate(self.loss), amp=self.options.amp)
 
     def _backward(self, inputs: Any, target: Any, weight: float, score: Score) -> None:
         device, amp, part = device_of(self.model), self.options.amp, 1.0
