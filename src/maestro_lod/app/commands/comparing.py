@@ -66,19 +66,11 @@ def compare(
     display = Display(Console(), quiet=True)
     with stoppable(display, base, "the same command", lambda: True) as asked:
         found = do_compare(
-            recipe,
-            [name.strip() for name in methods.split(",") if name.strip()],
-            sizes=_shares(sizes),
-            out=where,
-            seeds=seeds,
-            budget=budget,
-            lr_trials=lr_trials,
-            lr_epochs=lr_epochs,
-            changes=changes,
-            watchers=[display],
-            say=lambda line: None if quiet else say(line),
-            stop=lambda: bool(asked),
-        )
+            recipe, [name.strip() for name in methods.split(",") if name.strip()],
+            sizes=_shares(sizes), out=where, seeds=seeds, budget=budget,
+            lr_trials=lr_trials, lr_epochs=lr_epochs, changes=changes, watchers=[display],
+            say=lambda line: None if quiet else say(line), stop=lambda: bool(asked),
+        )  # fmt: skip
     say(f"\n{found}\n\npage: {where / 'compare.html'}, data: {where / 'compare.json'}")
 
 

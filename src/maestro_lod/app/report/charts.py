@@ -165,14 +165,7 @@ def plane(
         drawn.append(plot.dotted_line(points, x, y, curve[0].series, radius=3))
     if front:
         drawn.append(_steps(front, x, y))
-    for dot in dots:
-        if dot.spread:
-            ends = [y.at(dot.y - dot.spread), y.at(dot.y + dot.spread)]
-            whisker = f"M{x.at(dot.x):.1f} {ends[0]:.1f}V{ends[1]:.1f}"
-            drawn.append(tag("path", class_=f"line {colour(dot.series)}", d=whisker))
-        drawn.append(
-            marker(dot.series, x.at(dot.x), y.at(dot.y), hollow=dot.hollow, scale=dot.scale)
-        )
+    drawn += [_dot(dot, x, y) for dot in dots]
     hits = []
     for dot in everything:
         across, up = round(x.at(dot.x), 1), round(y.at(dot.y), 1)
@@ -180,6 +173,16 @@ def plane(
     texts = [f"{dot.name}: {show(dot.y)} at {show_x(dot.x)} {x_name}." for dot in everything]
     content = {"by": "xy", "hits": hits, "x": [kind, x.low, x.high, x.start, x.end]}
     return _figure(title, note, joined(*drawn), WIDE, " ".join([f"{title}.", *texts]), content)
+
+
+def _dot(dot: Dot, x: Axis, y: Axis) -> Markup:
+    """Draw a dot, with a line over its spread if it has one."""
+    drawn = marker(dot.series, x.at(dot.x), y.at(dot.y), hollow=dot.hollow, scale=dot.scale)
+    if not dot.spread:
+        return drawn
+    low, high = y.at(dot.y - dot.spread), y.at(dot.y + dot.spread)
+    whisker = f"M{x.at(dot.x):.1f} {low:.1f}V{high:.1f}"
+    return joined(tag("path", class_=f"line {colour(dot.series)}", d=whisker), drawn)
 
 
 def _steps(front: Sequence[Dot], x: Axis, y: Axis) -> Markup:
