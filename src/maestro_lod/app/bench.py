@@ -13,9 +13,8 @@ from maestro_lod.app.trained import Progress, Trained, frontier_of
 from maestro_lod.calls import as_call
 from maestro_lod.cost import Cost, cost_of
 from maestro_lod.deploy.choice import Choice
-from maestro_lod.deploy.deployment import ROUNDS, eager
 from maestro_lod.deploy.points import Frontier
-from maestro_lod.deploy.timing import drawn_call, interleaved
+from maestro_lod.deploy.timing import ROUNDS, drawn_call, eager, interleaved, ratios
 from maestro_lod.errors import OptionError
 from maestro_lod.surgery import extract
 from maestro_lod.table import table
@@ -41,10 +40,8 @@ def bench(
         models = {f"run {beside.run.directory.name}": beside.dense(), **models}
     tests = {name: trained.tested(model) for name, model in models.items()}
     runs = drawn_call(as_call(example), device_of(trained.model))
-    with torch.inference_mode():
-        times = interleaved(
-            {name: eager(model, runs) for name, model in models.items()}, rounds=ROUNDS
-        )
+    variants = {name: eager(model, runs) for name, model in models.items()}
+    times = interleaved(variants, rounds=ROUNDS)
     costs = {name: cost_of(model, trained.data.example) for name, model in models.items()}
     rows = [
         (
@@ -91,5 +88,5 @@ def _costs_beside(cost: Cost, dense: Cost) -> tuple[str, str, str]:
 
 
 def _time_beside(times: Sequence[float], dense: Sequence[float]) -> str:
-    ratio = statistics.median(a / b for a, b in zip(times, dense, strict=True))
+    ratio = statistics.median(ratios(times, dense))
     return f"{1e3 * statistics.median(times):.3f} ms ({ratio:.2f}×)"

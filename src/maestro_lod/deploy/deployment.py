@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import statistics
@@ -22,15 +21,13 @@ from maestro_lod.deploy.export import FORMATS, Exported, export, opened
 from maestro_lod.deploy.latency import all_dense
 from maestro_lod.deploy.limits import Point
 from maestro_lod.deploy.points import Frontier
-from maestro_lod.deploy.timing import batch_of, drawn_call, interleaved
-from maestro_lod.deploy.timing import run as run_call
+from maestro_lod.deploy.timing import ROUNDS, batch_of, drawn_call, eager, interleaved, ratios
 from maestro_lod.errors import LayerError, OptionError, OutputError, listed, nearest
 from maestro_lod.files import replacing, replacing_directory
 from maestro_lod.shown import Telling
 from maestro_lod.table import table
 from maestro_lod.train.evaluate import device_of
 
-ROUNDS = 15
 _NOISE = 1.05  # two timings this close are the same
 
 
@@ -249,16 +246,8 @@ class _Writer:
             else:
                 small_file, dense_file = opened(path), opened(other)
                 run_small, run_dense = lambda: small_file(runs), lambda: dense_file(runs)
-            with torch.inference_mode():
-                times = interleaved({"small": run_small, "dense": run_dense}, rounds=ROUNDS)
-        pairs = zip(times["small"], times["dense"], strict=True)
-        ratio = statistics.median(a / b for a, b in pairs)
+            times = interleaved({"small": run_small, "dense": run_dense}, rounds=ROUNDS)
+        ratio = statistics.median(ratios(times["small"], times["dense"]))
         dense_seconds = statistics.median(times["dense"])
         named = replace(file, path=Path(path.name))
         return Deployed(named, ratio * dense_seconds, dense_seconds, beside.bytes)
-
-
-def eager(model: nn.Module, runs: Any) -> Callable[[], object]:
-    """Return what runs a copy of the model in eval mode on a call."""
-    model = copy.deepcopy(model).eval()
-    return lambda: run_call(model, runs)

@@ -27,7 +27,7 @@ from maestro_lod.calls import Call, Example, as_call
 from maestro_lod.checkpoint import plain_state, save_plain
 from maestro_lod.cost import count_params
 from maestro_lod.deploy import pt2_file
-from maestro_lod.deploy.timing import batch_of, drawn_call, interleaved, run
+from maestro_lod.deploy.timing import batch_of, drawn_call, interleaved, ratios, run
 from maestro_lod.deploy.verification import (
     INT8_TOLERANCE,
     TOLERANCE,
@@ -167,11 +167,9 @@ def _timed(plain: nn.Module, runner: Runner | None, call: Call) -> tuple[float, 
     variants: dict[str, Callable[[], object]] = {"eager": lambda: run(plain, call)}
     if runner is not None:
         variants["file"] = lambda: runner(call)
-    with torch.inference_mode():
-        times = interleaved(variants, rounds=_ROUNDS)
+    times = interleaved(variants, rounds=_ROUNDS)
     seconds = times.get("file", times["eager"])
-    pairs = zip(seconds, times["eager"], strict=True)
-    return statistics.median(seconds), statistics.median(one / other for one, other in pairs)
+    return statistics.median(seconds), statistics.median(ratios(seconds, times["eager"]))
 
 
 def opened(path: str | os.PathLike[str]) -> Runner:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from maestro_lod.calls import Call, Example, as_call
 from maestro_lod.deploy.measured import Latency, LayerLatency, RankTiming
-from maestro_lod.deploy.timing import batch_of, drawn, drawn_call, interleaved, run
+from maestro_lod.deploy.timing import batch_of, drawn, drawn_call, interleaved, ratios, run
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank, PlainForm
@@ -178,15 +178,12 @@ def _measured(
     name: str, layer: LowRank, whole: float, times: Mapping[Any, list[float]]
 ) -> LayerLatency:
     """Turn times into ratios within the same rounds, and these into medians."""
-
-    def ratios(key: Any, over: Any) -> list[float]:
-        return [one / other for one, other in zip(times[key], times[over], strict=True)]
-
     dense, points = 0.0, []
     if (name, _DENSE) in times:
-        dense = whole * statistics.median(ratios((name, _DENSE), _WHOLE))
+        dense_times = times[name, _DENSE]
+        dense = whole * statistics.median(ratios(dense_times, times[_WHOLE]))
         for rank in _grid(layer):
-            over_dense = ratios((name, rank), (name, _DENSE))
+            over_dense = ratios(times[name, rank], dense_times)
             points.append(RankTiming(rank, statistics.median(over_dense), _scatter(over_dense)))
     return LayerLatency(layer.rank, layer.full_rank, _break_even(layer), dense, tuple(points))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from maestro_lod.calls import Call
 from maestro_lod.errors import LayerError, OptionError
 from maestro_lod.shown import Telling
 
+ROUNDS = 15
+"""Of a timing that is shown to users."""
 _CALLS, _SECONDS = 3, 3e-3  # one timing has at least so many calls and lasts at least so long
 
 
@@ -68,6 +71,13 @@ def run(model: nn.Module, call: Call) -> Any:
         ) from error
 
 
+def eager(model: nn.Module, call: Call) -> Callable[[], object]:
+    """Return what runs a copy of the model in eval mode on a call."""
+    model = copy.deepcopy(model).eval()
+    return lambda: run(model, call)
+
+
+@torch.inference_mode()
 def interleaved(
     variants: Mapping[Any, Callable[[], object]], *, rounds: int
 ) -> dict[Any, list[float]]:
@@ -90,6 +100,11 @@ def interleaved(
             times[key].append(_seconds(variants[key], wait))
             tell(lambda done=done: f"round {done + 1} of {rounds}")  # type: ignore[misc]
     return times
+
+
+def ratios(times: Sequence[float], over: Sequence[float]) -> list[float]:
+    """Return how long one variant took over another, within each round."""
+    return [one / other for one, other in zip(times, over, strict=True)]
 
 
 def _seconds(call: Callable[[], object], wait: Callable[[], object]) -> float:

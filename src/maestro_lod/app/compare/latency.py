@@ -8,14 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-
 from maestro_lod.app.compare.measure import Measured, plain_model
 from maestro_lod.app.run import Run
 from maestro_lod.app.trained import Trained
 from maestro_lod.calls import as_call
-from maestro_lod.deploy.deployment import ROUNDS, eager
-from maestro_lod.deploy.timing import drawn_call, interleaved
+from maestro_lod.deploy.timing import ROUNDS, drawn_call, eager, interleaved
 from maestro_lod.files import replacing
 from maestro_lod.train.evaluate import device_of
 
@@ -31,8 +28,7 @@ def latencies(models: Models, kept: Path) -> dict[str, float]:
     known = _read(kept)
     if known.get("models") != about:
         calls = {name: _call(run, model) for name, (run, model) in models.items()}
-        with torch.inference_mode():
-            times = interleaved(calls, rounds=ROUNDS) if calls else {}
+        times = interleaved(calls, rounds=ROUNDS) if calls else {}
         medians = {name: statistics.median(found) for name, found in times.items()}
         known = {"models": about, "seconds": medians}
         with replacing(kept) as place:
