@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from maestro_lod.contents import (
+    PLAIN,
+    Contents,
+    contents_of,
+    elastic_metadata,
+    plain_metadata,
+    with_parameters,
+)
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.distributed.shard_files import fill_shards, write_by_the_first
@@ -35,16 +41,8 @@ from maestro_lod.layers.ranks import (
     resolve,
     unwrapped,
 )
-from maestro_lod.layers.registry import low_rank_type, opened_type
 from maestro_lod.structure import (
-    OPENED,
-    Structure,
-    dense,
-    factored,
-    low_rank,
     restructure,
-    shared,
-    structure_of,
     uninitialized,
 )
 from maestro_lod.tensors import (
@@ -54,8 +52,6 @@ from maestro_lod.tensors import (
     opened_file,
     write_tensors,
 )
-
-_ELASTIC, _PLAIN, _VERSION = "maestro-lod", "maestro-lod plain", 1
 
 
 def save(
@@ -72,22 +68,7 @@ def save(
     for name in layers:
         if (key := f"{name}.u".lstrip(".")) in tensors:
             tensors[key] = tensors[key].transpose(0, 1)
-    try:
-        structure = structure_of(model)
-    except LayerError as error:
-        raise CheckpointError(str(error)) from None
-    of_kind = {kind: {} for kind in ("low-rank", "opened", "shared")}  # type: ignore[var-annotated]
-    for name, form in structure.items():
-        of_kind[form.kind][name] = form
-    header = {
-        "ranks": {name: form.rank for name, form in of_kind["low-rank"].items()},
-        "opened": list(of_kind["opened"]),
-        "heads": {name: form.factors_of for name, form in of_kind["shared"].items()},
-        "aliases": aliases,
-        "dense_only": [name for name, layer in layers.items() if layer.dense_only],
-    }
-    metadata = {"format": _ELASTIC, "version": str(_VERSION)}
-    metadata |= {key: json.dumps(value) for key, value in header.items()}
+    metadata = elastic_metadata(model, aliases)
     if frontier is not None:
         metadata["frontier"] = frontier.to_json()
     write = functools.partial(write_tensors, tensors, metadata, Path(path))
@@ -100,11 +81,7 @@ def save(
 def save_plain(model: nn.Module, path: Path) -> None:
     """Write an extracted model: its tensors, and which of its layers are two; atomic."""
     tensors, aliases = distinct(model.state_dict())
-    types = {name: type(module).__name__ for name, module in _with_parameters(model)}
-    ranks = {name: rank for name, m in model.named_modules() if (rank := _factored_rank(m))}
-    config = json.dumps({"layers": types, "factored": ranks, "aliases": aliases})
-    metadata = {"format": _PLAIN, "version": str(_VERSION), "config": config}
-    write_tensors(tensors, metadata, path)
+    write_tensors(tensors, plain_metadata(model, aliases), path)
 
 
 def plain_state(path: Path) -> dict[str, Tensor]:
@@ -126,27 +103,6 @@ def verify(path: str | os.PathLike[str]) -> bool:
         return file.proven
 
 
-def _with_parameters(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    own = [(name, m, m._parameters.values()) for name, m in model.named_modules()]
-    return [(name, m) for name, m, values in own if any(p is not None for p in values)]
-
-
-def _factored_rank(module: nn.Module) -> int | None:
-    """Return the rank of plain layers that `extract` may have made of one, else None."""
-    own = module._parameters
-    if set(own) == {"u", "v"} and own["v"] is not None:  # the weight of an opened layer
-        return own["v"].shape[0]
-    if not isinstance(module, nn.Sequential) or len(module) != 2:
-        return None
-    first, second = module
-    if None in (low_rank_type(type(first)), low_rank_type(type(second))):
-        return None
-    if getattr(first, "bias", None) is not None:
-        return None
-    width: Any = getattr(second, "in_features", None) or getattr(second, "in_channels", 0)
-    return int(width) // getattr(second, "groups", 1)
-
-
 def load(
     path: str | os.PathLike[str],
     *,
@@ -166,11 +122,11 @@ def load(
     """
     path = Path(path)
     with opened_file(path, verify=verify) as file:
-        if file.metadata.get("format") == _PLAIN and (ranks is not None or limits):
+        if file.metadata.get("format") == PLAIN and (ranks is not None or limits):
             raise OptionError(f"{path} holds one size, that of its export: leave ranks out.")
         if limits:
             ranks = _ranks_within(file.metadata, path, ranks, limits)
-        contents = _contents(file, path, unwrapped(into))
+        contents = contents_of(file, path, unwrapped(into))
         loaded = _load(contents, file, path, unwrapped(into), ranks)
         return into if loaded is unwrapped(into) else loaded
 
@@ -194,103 +150,8 @@ def _ranks_within(
     return Frontier.from_json(text, path).pick(**limits)
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """What a file says about the model in it."""
-
-    structure: Structure
-    aliases: dict[str, str]
-    """Tensors that are the same as another one, which alone is stored."""
-    types: dict[str, str] | None = None
-    """Of a plain file: the type of every module that holds parameters."""
-    dense_only: tuple[str, ...] = ()
-    """Layers that only their dense form can replace, because of how they are called."""
-
-    @property
-    def ranks(self) -> dict[str, int]:
-        forms = self.structure.items()
-        return {name: form.rank or 0 for name, form in forms if form.kind == "low-rank"}
-
-
-def _contents(file: TensorFile, path: Path, into: nn.Module) -> _Contents:
-    metadata = file.metadata
-    if metadata.get("format") not in (_ELASTIC, _PLAIN):
-        raise CheckpointError(
-            f"{path} was not written by maestro_lod's save or export. Read a plain file of tensors "
-            "with safetensors.torch.load_file and load_state_dict."
-        )
-    try:
-        if int(metadata["version"]) > _VERSION:
-            raise CheckpointError(
-                f"{path} has format version {metadata['version']}, this library reads up to "
-                f"{_VERSION}. Update maestro-lod."
-            )
-        if metadata["format"] == _PLAIN:
-            return _plain_contents(metadata, file.shapes, path, into)
-        return _elastic_contents(metadata, file.shapes)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the header of {path} is damaged ({error!r}).") from error
-
-
-def _elastic_contents(metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]]) -> _Contents:
-    ranks, opened, heads, aliases, dense_only = (
-        read_json(metadata.get(key, "[]") if key == "dense_only" else metadata[key])
-        for key in ("ranks", "opened", "heads", "aliases", "dense_only")
-    )
-    if not (
-        all(type(rank) is int and rank >= 0 for rank in ranks.values())
-        and all(first in shapes for first in aliases.values())
-        and all(embedding in ranks for embedding in heads.values())
-        and all(type(names) is list for names in (opened, dense_only))
-        and all(type(name) is str for name in (*opened, *dense_only))
-    ):
-        raise ValueError("ranks, heads and aliases do not belong together")
-    for name, rank in ranks.items():
-        for factor in (f"{name}.u".lstrip("."), f"{name}.v".lstrip(".")):
-            shape = shapes.get(
-                aliases.get(factor, factor), (rank, 0)
-            )  # what is missing shows later
-            if len(shape) < 2 or shape[0] != rank:
-                raise ValueError(f"{factor} is of shape {shape}, not of rank {rank}")
-    structure = {
-        **dict.fromkeys(opened, OPENED),
-        **{name: low_rank(rank) for name, rank in ranks.items()},
-        **{name: shared(embedding) for name, embedding in heads.items()},
-    }
-    return _Contents(structure, dict(aliases), dense_only=tuple(dense_only))
-
-
-def _plain_contents(
-    metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]], path: Path, into: nn.Module
-) -> _Contents:
-    config = read_json(metadata["config"])
-    types, ranks, aliases = config["layers"], config["factored"], config["aliases"]
-    if not all(type(rank) is int and rank > 0 for rank in ranks.values()):
-        raise ValueError("a rank is no whole number above zero")
-    if not all(first in shapes for first in aliases.values()):
-        raise ValueError("a shared tensor is missing")
-    if low_rank_layers(into):
-        raise CheckpointError(
-            f"{type(into).__name__} is decomposed. Load {path} into the dense model."
-        )
-    modules = dict(into.named_modules())
-    structure: Structure = {}
-    for name, rank in ranks.items():
-        above = name.rpartition(".")[0]
-        if name and opened_type(type(modules.get(above))) is not None:
-            structure[above] = OPENED
-        if structure.get(above) == OPENED or low_rank_type(type(modules.get(name))) is not None:
-            structure[name] = factored(rank)
-    for name, module in modules.items():  # a layer of another library may have become torch's
-        there, kind = types.get(name, type(module).__name__), low_rank_type(type(module))
-        if kind is not None and there != type(module).__name__:
-            plain = uninitialized(name, module, 1).plain("dense")
-            structure |= {name: dense()} if type(plain).__name__ == there else {}
-    return _Contents(structure, dict(aliases), types)
-
-
 def _load(
-    contents: _Contents, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
+    contents: Contents, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
 ) -> nn.Module:
     if any(t.is_meta for t in (*into.parameters(), *into.buffers())):
         raise CheckpointError(
@@ -323,7 +184,7 @@ def _load(
 
 
 def _load_shards(
-    contents: _Contents, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
+    contents: Contents, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
 ) -> None:
     """Load into a model that is sharded over processes, each of which calls this."""
     stored, layers = contents.ranks, low_rank_layers(into)
@@ -348,7 +209,7 @@ def _load_shards(
     fill_shards(into, chosen, shapes, read, path)
 
 
-def _state(contents: _Contents, file: TensorFile, ranks: Mapping[str, int]) -> dict[str, Tensor]:
+def _state(contents: Contents, file: TensorFile, ranks: Mapping[str, int]) -> dict[str, Tensor]:
     """Read the tensors of a file, of low-rank layers only the ranks asked for."""
     rows = {f"{n}.{f}".lstrip("."): ranks[n] for n in ranks for f in "uv"}
     state = {}
@@ -367,7 +228,7 @@ def _with_versions(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str
 
 
 def _require_fit(
-    rehearsal: nn.Module, contents: _Contents, state: Mapping[str, Tensor], path: Path
+    rehearsal: nn.Module, contents: Contents, state: Mapping[str, Tensor], path: Path
 ) -> None:
     """Refuse a file with other tensors, shapes, types or ties than a model on the meta device."""
     if contents.types is not None:
@@ -393,10 +254,10 @@ def _require_precision(rehearsal: nn.Module, state: Mapping[str, Tensor], path: 
 
 
 def _require_same_types(
-    rehearsal: nn.Module, contents: _Contents, state: Mapping[str, Tensor], path: Path
+    rehearsal: nn.Module, contents: Contents, state: Mapping[str, Tensor], path: Path
 ) -> None:
     assert contents.types is not None
-    here = {name: type(module).__name__ for name, module in _with_parameters(rehearsal)}
+    here = {name: type(module).__name__ for name, module in with_parameters(rehearsal)}
     if unknown := [name for name in contents.types if name not in here]:
         raise CheckpointError(
             f"{path} is of another model: it has {listed(unknown)}, which "
