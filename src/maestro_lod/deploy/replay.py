@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -140,16 +140,31 @@ class Replay:
         self._used: set[str] = set()  # layers, in the pass that runs
         self._calls = [0]  # that were made by the loss and, one inside the other, by running calls
         active = {layer: ranks[name] for name, layer in self.layers.items()}
-        with ExitStack() as stack, activated(active), batch_statistics(self.model):
-            for module in self.model.modules():
-                if not isinstance(module, torch.jit.ScriptModule):
-                    called = partial(self._call, module, module.forward)
-                    stack.enter_context(_replaced(module, "forward", called))
-            for name, layer in self.layers.items():
-                used = partial(self._use, name, layer._active_factors)
-                stack.enter_context(_replaced(layer, "_active_factors", used))
+        with self._intercepted(), activated(active), batch_statistics(self.model):
             loss = require_number(self._function(self.model), "loss")
         return loss if math.isfinite(loss) else math.inf
+
+    @contextmanager
+    def _intercepted(self) -> Iterator[None]:
+        """Let calls of modules, and uses of factors, go through us inside the `with` block."""
+        modules = [m for m in self.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        replaced: list[tuple[nn.Module, str, Any]] = [
+            *((m, "forward", partial(self._call, m, m.forward)) for m in modules),
+            *(
+                (layer, "_active_factors", partial(self._use, name, layer._active_factors))
+                for name, layer in self.layers.items()
+            ),
+        ]
+        before = [(m, key, m.__dict__.get(key)) for m, key, _ in replaced]  # mostly the class's
+        for module, key, value in replaced:
+            module.__dict__[key] = value  # past nn.Module's slow setattr
+        try:
+            yield
+        finally:
+            for module, key, own in before:
+                del module.__dict__[key]
+                if own is not None:
+                    module.__dict__[key] = own
 
     def _use(self, name: str, factors: Callable[[], Any]) -> Any:
         self._order.setdefault(name, len(self._order))
@@ -251,15 +266,3 @@ class Replay:
                 self._kept.clear()
                 self._outputs.clear()
                 return
-
-
-@contextmanager
-def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Give a module an attribute of its own for the `with` block, past its class."""
-    before = {name: module.__dict__[name]} if name in module.__dict__ else {}
-    module.__dict__[name] = value
-    try:
-        yield
-    finally:
-        del module.__dict__[name]
-        module.__dict__.update(before)
