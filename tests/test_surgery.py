@@ -296,6 +296,17 @@ def test_deciding_by_something_unknown_is_refused(
     before.assert_unchanged(model)
 
 
+def test_forms_are_as_a_mapping_says_and_it_has_to_say_all() -> None:
+    model = lod.decompose(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), ranks=2)
+    x = torch.randn(3, 8)
+    plain = lod.extract(model, by={"0": "dense", "1": "factored"})
+    assert [type(layer) for layer in plain] == [nn.Linear, nn.Sequential]
+    torch.testing.assert_close(plain(x), model(x))
+    for forms in ({"0": "dense"}, {"0": "dense", "1": "small"}):
+        with pytest.raises(OptionError, match="'dense' or 'factored' for 1 too"):
+            lod.extract(model, by=forms)
+
+
 @pytest.mark.parametrize(
     ("ranks", "error", "words"),
     [

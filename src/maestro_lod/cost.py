@@ -14,7 +14,7 @@ from torch import nn
 
 from maestro_lod.calls import Example
 from maestro_lod.counting import DenseMacs, dense_macs
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import OptionError, listed
 from maestro_lod.layers.lowrank import LowRank, PlainForm
 from maestro_lod.layers.ranks import low_rank_layers, require_low_rank, unwrapped
 from maestro_lod.layers.uses import Use, uses_of
@@ -48,6 +48,10 @@ def better_forms(
     layers = _deployed_layers(model)
     if isinstance(by, str):
         return {n: layers[n].better_form(rank, by, copied) for n, rank in ranks.items()}
+    if isinstance(by, Mapping) and (
+        unsaid := [n for n in ranks if by.get(n) not in ("dense", "factored")]
+    ):
+        raise OptionError(f"by= has to say 'dense' or 'factored' for {listed(unsaid)} too.")
     choose = (lambda name, _: by[name]) if isinstance(by, Mapping) else by.choose
     return {
         name: "dense" if layers[name].layer.dense_only else choose(name, rank)

@@ -114,8 +114,8 @@ def fuse(model: nn.Module, *, by: By = "params") -> nn.Module:
     A layer becomes dense iff m·n < r·(m+n). Both factors of a layer run at the same positions, so
     parameters and MACs agree on this, except for embeddings, which are no cheaper to run factored:
     by "macs" they become dense. `by=lod.latency(model, example)` decides by what was measured on
-    this machine instead. Meant for the end of training: an optimizer that holds the factors does
-    not follow.
+    this machine instead, and a mapping of all low-rank layers to "dense" or "factored" as it says.
+    Meant for the end of training: an optimizer that holds the factors does not follow.
     """
     layers = require_low_rank(model)
     require_all_active(model, "fuse")
