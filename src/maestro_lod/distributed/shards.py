@@ -74,6 +74,16 @@ class Cut:
         return range(start, min(size, start + length))
 
 
+def fill(value: Tensor, whole: Tensor) -> None:
+    """Copy into a tensor, or into the part of it that this process holds."""
+    part = local_part(value.detach())
+    cut = Cut.of(value) if is_sharded(value) else None  # type: ignore[arg-type]
+    if cut is not None:
+        held = cut.held(whole.shape[cut.dim])
+        whole = whole.narrow(cut.dim, held.start, len(held))
+    part.copy_(whole)
+
+
 def like(part: Tensor, value: DTensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return the tensor, cut as another one is, of which this process holds a part."""
     whole = torch.empty(shape or value.shape, device="meta")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from maestro_lod.errors import RankError
 
@@ -22,6 +23,13 @@ def _changeable(number: int, device: torch.device) -> Tensor:
     """Return a number as a tensor that can be changed later, wherever it was made."""
     with torch.inference_mode(False):
         return torch.tensor(number, device=device)
+
+
+def _untrained(factor: Tensor) -> Tensor:
+    """Return a factor that gets no gradient or, for processes that wait for one, zeros."""
+    if dist.is_available() and dist.is_initialized():
+        return factor.detach() + factor[:0].sum()
+    return factor.detach()
 
 
 class RanksCutWarning(UserWarning):
@@ -42,6 +50,8 @@ class Factors(nn.Module):
     _limit: Tensor
     _holders: tuple[Any, Any] | None = None
     """Who holds the parts of `u` and `v` where they are sharded over processes."""
+    identity: Literal["u", "v"] | None = None
+    """Which factor is the identity and not trained, while the other is the weight itself."""
 
     def __init__(
         self, u: Tensor, v: Tensor, bias: Tensor | None, *, groups: int = 1, trainable: bool = True
@@ -88,6 +98,7 @@ class Factors(nn.Module):
     def truncated(self, rank: int | None) -> tuple[Tensor, Tensor]:
         """Return detached copies of the first ranks of `u` and `v`; rank 0 gives one zero rank."""
         rank = self.rank if rank is None else rank
+        self.require_order(rank)
         if rank == 0:
             u, v = self._zero_rank()
         else:
@@ -116,8 +127,19 @@ class Factors(nn.Module):
         """Use only the first `rank` ranks from now on; None uses all. See `at_ranks`."""
         if rank is not None and not 0 <= rank <= self.rank:
             raise RankError(f"active rank {rank} is not between 0 and the stored rank {self.rank}.")
+        if rank is not None:
+            self.require_order(rank)
         self.__dict__["_active"] = rank  # past nn.Module's slow setattr
         self._limit.fill_(_NO_LIMIT if rank is None else rank)
+
+    def require_order(self, rank: int) -> None:
+        """Refuse to use fewer ranks than there are while the layer is trained as its weight."""
+        if self.identity is not None and rank < self.rank:
+            raise RankError(
+                f"rank {rank} of {self.rank}: the layer is still trained as its dense weight, so "
+                "its ranks have no order yet. Land on the budget first (LoD.land), or train on "
+                "until it does."
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -135,6 +157,10 @@ class Factors(nn.Module):
         stored = v.shape[0]
         if stored == 0:
             return self._zero_rank()
+        if self.identity == "u":
+            return _untrained(u), v
+        if self.identity == "v":
+            return u, _untrained(v)
         if torch.compiler.is_compiling():
             # A slice would make a new graph for every rank, a mask on the smaller side does not.
             mask = (torch.arange(stored, device=u.device) < self._limit).to(u.dtype)
@@ -216,6 +242,7 @@ class Factors(nn.Module):
     ) -> None:
         """Take the rank from the incoming shapes, so that any trainer's resume works."""
         u, v = state_dict.get(f"{prefix}u"), state_dict.get(f"{prefix}v")
+        self.identity = None  # whoever trains a weight as it is says so again
         if isinstance(u, Tensor) and isinstance(v, Tensor) and v.ndim == self.v.ndim:
             if u.ndim != self.u.ndim or u.shape[1] != v.shape[0] or v.shape[0] > self.full_rank:
                 error_msgs.append(

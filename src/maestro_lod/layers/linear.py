@@ -105,6 +105,9 @@ class LowRankTransposedLinear(LowRankLinear):
     def to_weight(self, matrices: Tensor) -> Tensor:
         return matrices[0].mT
 
+    def _as_applied(self, matrices: Tensor) -> Tensor:
+        return matrices[0]
+
     def to_matrices(self, weight: Tensor) -> Tensor:
         return weight.mT[None]
 

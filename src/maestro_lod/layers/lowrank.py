@@ -164,6 +164,8 @@ class LowRank(Factors):
         """Count the MACs that this layer really does, by whichever way it chooses."""
         m, n = self.matrix_shape
         rank = max(rank, 1)  # one rank of zeros stands in for none
+        if self.identity is not None:
+            return self.dense_macs(positions)
         if self._composing_pays(positions, rank):
             return self.groups * (positions + rank) * m * n
         return self.macs(positions, self.computed_rank(rank))
@@ -220,7 +222,21 @@ class LowRank(Factors):
     @property
     def weight(self) -> Tensor:
         """The dense weight at the active rank; read by code that expects a dense layer."""
-        return self._compose(*self._active_factors())
+        return self._composed(*self._active_factors())
+
+    def _composed(self, u: Tensor, v: Tensor) -> Tensor:
+        """Multiply active factors out; where one is the identity, the other is all there is."""
+        if self.identity is None:
+            return self._compose(u, v)
+        left, right = self._matrices(u, v)
+        trained, still = (right, left) if self.identity == "u" else (left, right)
+        whole_v = self.identity == "u" and self.groups == 1 and u.ndim == 2
+        weight = v if whole_v else self._as_applied(trained)
+        return weight + still[:, :0].sum() if still.requires_grad else weight
+
+    def _as_applied(self, matrices: Tensor) -> Tensor:
+        """Give (groups, m, n) matrices the layout of a weight as the layer applies it."""
+        return self.to_weight(matrices)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.computed(input)
@@ -230,8 +246,8 @@ class LowRank(Factors):
         positions = self.positions_of(*inputs)
         self.note_positions(positions)
         u, v = self._active_factors()
-        if self._composing_pays(positions, v.shape[0]):
-            return self.apply_weight(self._compose(u, v), *inputs)
+        if self.identity is not None or self._composing_pays(positions, v.shape[0]):
+            return self.apply_weight(self._composed(u, v), *inputs)
         return self.apply_factors(u, v, *inputs)
 
     def _composing_pays(self, positions: int, rank: int) -> bool:

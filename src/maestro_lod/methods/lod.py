@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
+from maestro_lod.calls import Example
 from maestro_lod.cost import Cost
+from maestro_lod.deploy.choice import cost_of
 from maestro_lod.errors import OptionError
+from maestro_lod.methods.narrow import narrowed
+from maestro_lod.methods.sizes import amount
 from maestro_lod.surgery import decompose
 from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.lod import LoD
-from maestro_lod.train.method import Settings, setting
+from maestro_lod.train.method import Builder, Settings, setting
 from maestro_lod.train.pressure import require_plain_gradient
 from maestro_lod.train.sampling import STRATEGIES
 from maestro_lod.train.strength import Budget, Pressure, Strength
@@ -48,6 +53,13 @@ class Decomposition:
     tied: Literal["keep", "share"] = setting("keep", "of an embedding with its head")
 
 
+_RANKS_ALONE = {"params": 0.25, "macs": 0.5}
+"""The share of dense below which a model loses less if it begins narrower and keeps more ranks.
+
+The width then takes the square root of the share, and ranks the rest.
+"""
+
+
 @dataclass(frozen=True)
 class LoDSettings(Settings):
     """What a recipe chooses of low-rank training; the rest is as in `LoD`."""
@@ -58,6 +70,7 @@ class LoDSettings(Settings):
     budget: Budget | None = None
     elastic: float = setting(0.0, "the share of dense down to which every size is trained", least=0)
     penalty: float = setting(0.0, "λ of the group lasso, instead of a budget", least=0.0)
+    narrow: bool = setting(True, "begin narrower for a small budget, if there is a width")
     pressure: float = setting(0.0, "λ without units, to search on", least=0.0)
     threshold: float = setting(1e-7, "importance of ranks to remove", least=0.0)
     sampling: str = setting("pairs", "of the rank of a step", choices=STRATEGIES)
@@ -89,6 +102,16 @@ class LoDSettings(Settings):
             return self.budget
         return Pressure(self.pressure) if self.pressure else self.penalty
 
+    def build(self, builder: Builder, example: Example) -> nn.Module:
+        budget = self.budget
+        if budget is None or not self.narrow or builder.width is None:
+            return super().build(builder, example)
+        dense = cost_of(builder(), example)
+        share = budget.limit(amount(dense, budget.kind)) / amount(dense, budget.kind)
+        if share >= _RANKS_ALONE[budget.kind]:
+            return super().build(builder, example)
+        return self.prepare(narrowed(builder, example, math.sqrt(share), budget.kind))
+
     def prepare(self, model: nn.Module) -> nn.Module:
         chosen = vars(self.decompose) | {"skip": self.decompose.skip or None}
         return decompose(model, **chosen)
@@ -104,9 +127,15 @@ class LoDSettings(Settings):
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
     ) -> LoD:
-        others = {"decompose", "shrink", *self.alternatives}
+        others = {"decompose", "shrink", "narrow", *self.alternatives}
         same = {key: value for key, value in vars(self).items() if key not in others}
         same["threshold"] = self.threshold if self.shrink else None
         if self.elastic:
             same["sampling"] = Elastic(self.elastic)
-        return LoD(model, optimizer, penalty=self.strength, example=example, seed=seed, **same)
+        strength = self.strength
+        if isinstance(strength, Budget):  # of the recipe's model, which may be wider
+            limit = strength.limit(amount(dense, strength.kind))
+            strength = replace(strength, **{strength.kind: limit})
+        train = LoD(model, optimizer, penalty=strength, example=example, seed=seed, **same)
+        train.compare_with(dense)
+        return train

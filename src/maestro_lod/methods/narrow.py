@@ -32,21 +32,7 @@ class NarrowSettings(SizedSettings):
                 "must take a whole number as `width`."
             )
 
-        def size_of(model: nn.Module) -> int:
-            of_params = self.size_in == "params"
-            return count_params(model) if of_params else dense_macs(model, example).total
-
-        models: dict[int, nn.Module] = {}
-
-        def at(width: int) -> int | None:
-            try:
-                models[width] = builder(width)
-            except OptionError:  # a width that does not fit the rest of the model
-                return None
-            return size_of(models[width])
-
-        width = widest(at, builder.width, size_of(builder()), self.size)
-        return models[width]
+        return narrowed(builder, example, self.size, self.size_in)
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
@@ -56,6 +42,25 @@ class NarrowSettings(SizedSettings):
 
 class Narrow(Staged):
     """Trains a narrower model as it is, and compares it with the one of full width."""
+
+
+def narrowed(builder: Builder, example: Example, share: float, measure: Measure) -> nn.Module:
+    """Return the widest model within a share of the size that the one of full width has."""
+    assert builder.width is not None
+
+    def size_of(model: nn.Module) -> int:
+        return count_params(model) if measure == "params" else dense_macs(model, example).total
+
+    models: dict[int, nn.Module] = {}
+
+    def at(width: int) -> int | None:
+        try:
+            models[width] = builder(width)
+        except OptionError:  # a width that does not fit the rest of the model
+            return None
+        return size_of(models[width])
+
+    return models[widest(at, builder.width, size_of(builder()), share)]
 
 
 def widest(at: Callable[[int], int | None], width: int, dense: int, share: float) -> int:

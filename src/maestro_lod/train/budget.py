@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from maestro_lod.cost import Cost
 from maestro_lod.distributed.shards import zero_behind_
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
@@ -67,6 +68,11 @@ class Landing:
                 "at least that."
             )
         return cls(budget.kind, limit, limit / dense, min_rank, budget.steps)
+
+    def compare_with(self, dense: Cost) -> None:
+        """Say the limit relative to this dense model."""
+        if whole := getattr(dense, self.kind):
+            self.share = self.limit / whole
 
     @property
     def landed(self) -> bool:

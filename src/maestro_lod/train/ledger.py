@@ -42,6 +42,8 @@ class Ledger:
     positions: dict[str, int] = field(default_factory=dict)
     """At how many positions each low-rank layer applies its weight to the example."""
     epochs: list[EpochCost] = field(default_factory=list)
+    beside: tuple[int, int | None] | None = None
+    """Params and MACs of the dense model that costs are relative to, where it is another one."""
 
     @classmethod
     def of(cls, model: nn.Module, example: Example | None = None) -> Ledger:
@@ -52,6 +54,11 @@ class Ledger:
         if example is not None:
             ledger.measure(model, example)
         return ledger
+
+    @property
+    def reference(self) -> tuple[int, int | None]:
+        """Params and MACs of the dense model that costs are relative to."""
+        return self.beside or (self.dense_params, self.dense_macs)
 
     def measure(self, model: nn.Module, example: Example) -> None:
         """Learn where the layers work, from an example of the model's input."""
@@ -88,8 +95,9 @@ class Ledger:
     def sizes(self, model: nn.Module) -> dict[str, Any]:
         """Return what the model is and costs deployed, by the names that a `MethodRecord` has."""
         deployed = self.deployed(model)
-        share, macs = deployed.params / self.dense_params, deployed.macs
-        of_macs = None if macs is None or not self.dense_macs else macs / self.dense_macs
+        dense_params, dense_macs = self.reference
+        share, macs = deployed.params / dense_params, deployed.macs
+        of_macs = None if macs is None or not dense_macs else macs / dense_macs
         return {
             "params": deployed.params,
             "macs": macs,
@@ -108,10 +116,13 @@ class Ledger:
     ) -> float | None:
         if self.dense_macs is None:
             return None
+        layers = low_rank_layers(model)
         sampled = full = float(self.dense_macs)
         for use in uses_of(model):  # a shared head is drawn with its embedding
             layer, positions = use.costs, self.positions[use.name]
             whole = macs(layer, positions, layer.rank)
+            if layers[use.owner].identity is not None:  # trained as its weight
+                whole = layer.dense_macs(positions)
             full += whole - layer.dense_macs(positions)
             sampled += whole - layer.dense_macs(positions)
             for b, chance in enumerate(chances.get(use.owner, ()), 1):
@@ -121,17 +132,17 @@ class Ledger:
     @property
     def relative_params(self) -> float | None:
         """Mean parameters in memory over the epochs so far, relative to dense training."""
-        return self._mean([epoch.params for epoch in self.epochs], self.dense_params)
+        return self._mean([epoch.params for epoch in self.epochs], self.reference[0])
 
     @property
     def relative_macs(self) -> float | None:
         """Mean MACs per step over the epochs so far, relative to dense training."""
-        return self._mean([epoch.macs for epoch in self.epochs], self.dense_macs)
+        return self._mean([epoch.macs for epoch in self.epochs], self.reference[1])
 
     @property
     def relative_executed_macs(self) -> float | None:
         """Like `relative_macs`, for the MACs that were really executed."""
-        return self._mean([epoch.executed_macs for epoch in self.epochs], self.dense_macs)
+        return self._mean([epoch.executed_macs for epoch in self.epochs], self.reference[1])
 
     def relative(self) -> dict[str, float | None]:
         """Return the costs so far, each relative to dense training, by name."""
@@ -153,3 +164,5 @@ class Ledger:
         self.dense_params, self.dense_macs = state["dense_params"], state["dense_macs"]
         self.positions = dict(state["positions"])
         self.epochs = [EpochCost(**epoch) for epoch in state["epochs"]]
+        beside = state.get("beside")  # which older states do not have
+        self.beside = None if beside is None else (beside[0], beside[1])

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.calls import Example
+from maestro_lod.cost import Cost
 from maestro_lod.distributed.agreement import Agreement
 from maestro_lod.distributed.fsdp import adopt_shards
 from maestro_lod.distributed.processes import explaining_loss_of_others
@@ -46,6 +47,7 @@ from maestro_lod.train.shrink import (
 )
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
+from maestro_lod.train.unfactored import Unfactored
 from maestro_lod.train.unmoved import Grace, at_least
 from maestro_lod.train.unshrunk import unshrunk
 
@@ -104,6 +106,7 @@ class LoD(Resumable):
         require_trainable(self.model)
         self.ema = None if ema is None else require_averaged(ema)
         self.ledger = Ledger.of(self.model, example)
+        self._unfactored = Unfactored(self.model, optimizer, self.ema)
         self._penalty = RankPenalty(
             strength, self.model, optimizer, self.ledger,
             ema=self.ema, proximal=require_bool("proximal", proximal), min_rank=self.min_rank,
@@ -143,6 +146,15 @@ class LoD(Resumable):
         self.sampler.expect(plan.epochs)
         self._epochs = plan.epochs
 
+    def compare_with(self, dense: Cost) -> None:
+        """Say all that is relative beside this dense model, not beside the model's own dense form.
+
+        For a model that is narrower than the one that a user has in mind.
+        """
+        self.ledger.beside = dense.params, dense.macs
+        if self.landing is not None:
+            self.landing.compare_with(dense)
+
     # -- one step ------------------------------------------------------------------------------
 
     @contextmanager
@@ -176,7 +188,11 @@ class LoD(Resumable):
             raise OptionError(f"{what} needs two passes: use backward(forward, loss).")
         self._penalty.begin_step()
         self._agreement.before_step(self)
-        return self.sampler.waits(self.epoch, self.ledger) or self._penalty.whole_steps
+        landing = self.landing
+        waits = self.sampler.waits(self.epoch, self.ledger)
+        if waits or (landing is not None and not landing.landed):
+            self._unfactored.begin()
+        return waits or landing is not None
 
     def penalty_loss(self) -> Tensor:
         """Return λ times the group lasso, to be added to the loss; zero in proximal mode."""

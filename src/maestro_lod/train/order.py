@@ -11,15 +11,16 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.distributed.shards import Cut, is_sharded, local_part
+from maestro_lod.distributed.shards import fill, gathered
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.layers.svd import svd_factors
 
 
+@torch.no_grad()
 def lost_energy(layer: LowRank) -> Tensor:
     """Return, for rank 0, 1, …, which share of its squared weights a layer loses if cut to it."""
-    u, v = (f.double().cpu() for f in layer._matrices(*map(_whole, layer.stored_factors())))
+    u, v = (f.double().cpu() for f in layer._matrices(*map(gathered, layer.stored_factors())))
     products = ((u.mT @ u) * (v @ v.mT)).sum(0)  # of ranks as matrices, over all groups
     tails = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0).clamp(min=0)
     tails = F.pad(tails, (0, 1))
@@ -44,7 +45,7 @@ def order_ranks(
 
 def _order(layer: LowRank, states: Mapping[Any, Any], averaged: LowRank | None) -> None:
     stored_u, stored_v = layer.stored_factors()
-    u, v = (f.double() for f in layer._matrices(_whole(stored_u), _whole(stored_v)))
+    u, v = (f.double() for f in layer._matrices(gathered(stored_u), gathered(stored_v)))
     new_u, new_v = svd_factors(u @ v, layer.rank)
     # u goes by `forth` and v by `back`; so a gradient of u goes by back and one of v by forth
     forth, back = torch.linalg.pinv(u) @ new_u, new_v @ torch.linalg.pinv(v)
@@ -52,12 +53,18 @@ def _order(layer: LowRank, states: Mapping[Any, Any], averaged: LowRank | None) 
         averaged_u, averaged_v = averaged.stored_factors()
         _turn_u(averaged_u, forth)
         _turn_v(averaged_v, back)
-    for held in _moments(stored_u, states):
-        _turn_u(held, _suited(held, back.mT))
-    for held in _moments(stored_v, states):
-        _turn_v(held, _suited(held, forth.mT))
+    if layer.identity is not None:
+        _share_moments(layer, states, new_u, new_v)
+    if layer.identity != "u":
+        for held in _moments(stored_u, states):
+            _turn_u(held, _suited(held, back.mT))
+    if layer.identity != "v":
+        for held in _moments(stored_v, states):
+            _turn_v(held, _suited(held, forth.mT))
     for stored, new in zip((stored_u, stored_v), layer.factors_of(new_u, new_v), strict=True):
-        _put(stored, new)
+        fill(stored, new)
+    for each in filter(None, (layer, averaged)):
+        each.identity = None  # both factors are trained from now on
 
 
 def _moments(factor: Tensor, states: Mapping[Any, Any]) -> list[Tensor]:
@@ -66,34 +73,42 @@ def _moments(factor: Tensor, states: Mapping[Any, Any]) -> list[Tensor]:
     return [t for t in held if isinstance(t, Tensor) and t.ndim and t.shape == factor.shape]
 
 
+def _share_moments(layer: LowRank, states: Any, new_u: Tensor, new_v: Tensor) -> None:
+    """Give the factor that was the identity what is remembered of the weight, as seen from it.
+
+    The gradient G of the weight is one of G·vᵀ for u, and uᵀ·G for v.
+    """
+    u, v = layer.stored_factors()
+    weight, still = (v, u) if layer.identity == "u" else (u, v)
+    known = states.setdefault(still, {}) if weight in states else {}
+    for key, value in states.get(weight, {}).items():
+        if not isinstance(value, Tensor) or value.shape != weight.shape:
+            known[key] = value.clone() if isinstance(value, Tensor) else value
+            continue
+        whole = gathered(value).double()
+        if layer.identity == "u":
+            of_weight = layer._matrices(gathered(u).double(), whole)[1]
+            seen = of_weight @ _suited(value, new_v.mT)
+            shared = layer.factors_of(seen, new_v)[0]
+        else:
+            of_weight = layer._matrices(whole, gathered(v).double())[0]
+            seen = _suited(value, new_u.mT) @ of_weight
+            shared = layer.factors_of(new_u, seen)[1]
+        fill(known.setdefault(key, torch.empty_like(still)), shared)
+
+
 def _suited(held: Tensor, turn: Tensor) -> Tensor:
     """Return how means of gradients turn or, of what is never negative, means of their squares."""
-    return turn.square() if bool((_whole(held) >= 0).all()) else turn
+    return turn.square() if bool((gathered(held) >= 0).all()) else turn
 
 
 def _turn_u(u: Tensor, turn: Tensor) -> None:
     """Multiply what has the shape of `u` by (groups, rank, rank) from the right, in place."""
-    by_group = _whole(u).double().reshape(len(turn), -1, u.shape[1], u.shape[2:].numel())
-    _put(u, torch.einsum("gork,grs->gosk", by_group, turn).reshape(u.shape))
+    by_group = gathered(u).double().reshape(len(turn), -1, u.shape[1], u.shape[2:].numel())
+    fill(u, torch.einsum("gork,grs->gosk", by_group, turn).reshape(u.shape))
 
 
 def _turn_v(v: Tensor, turn: Tensor) -> None:
     """Multiply what has the shape of `v` by (groups, rank, rank) from the left, in place."""
-    by_group = _whole(v).double().reshape(len(v), len(turn), -1)
-    _put(v, torch.einsum("gsr,rgn->sgn", turn, by_group).reshape(v.shape))
-
-
-def _whole(value: Tensor) -> Tensor:
-    """Return all of a tensor, gathered if processes hold it in parts."""
-    whole: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
-    return whole.detach()
-
-
-def _put(value: Tensor, whole: Tensor) -> None:
-    """Copy into a tensor, or into the part of it that this process holds."""
-    part = local_part(value.detach())
-    cut = Cut.of(value) if is_sharded(value) else None  # type: ignore[arg-type]
-    if cut is not None:
-        held = cut.held(whole.shape[cut.dim])
-        whole = whole.narrow(cut.dim, held.start, len(held))
-    part.copy_(whole)
+    by_group = gathered(v).double().reshape(len(v), len(turn), -1)
+    fill(v, torch.einsum("gsr,rgn->sgn", turn, by_group).reshape(v.shape))

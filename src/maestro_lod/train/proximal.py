@@ -30,6 +30,17 @@ def call_after_steps(optimizer: Optimizer, method: Callable[[Rates], None]) -> N
     optimizer.register_step_post_hook(after_step)
 
 
+def call_before_steps(optimizer: Optimizer, method: Callable[[], None]) -> None:
+    """Call a bound method before every optimizer step, while its object lives."""
+    weak = weakref.WeakMethod(method)
+
+    def before_step(*_: Any) -> None:
+        if (call := weak()) is not None:
+            call()
+
+    optimizer.register_step_pre_hook(before_step)
+
+
 def press(layers: Iterable[LowRank], penalty: float, optimizer: Optimizer, rates: Rates) -> None:
     """Do the proximal step of λ on some layers; the optimizer forgets ranks that become zero."""
     left = prox_layers_(

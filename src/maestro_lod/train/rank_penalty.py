@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.errors import OptionError, TrainingError, listed
@@ -17,7 +17,8 @@ from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.method import RunPlan
 from maestro_lod.train.penalty import add_group_lasso_gradients, weighted_group_lasso
 from maestro_lod.train.pressure import penalty_for
-from maestro_lod.train.proximal import Rates, call_after_steps, press
+from maestro_lod.train.proximal import Rates, call_after_steps, call_before_steps, press
+from maestro_lod.train.scaling import scale_gradients
 from maestro_lod.train.strength import Budget, Pressure, Strength
 
 
@@ -55,6 +56,8 @@ class RankPenalty:
         """Of λ in this epoch: None until a step has one, then "due" until it is "applied"."""
         if self.landing is not None:
             call_after_steps(optimizer, self._land_if_due)
+            if isinstance(optimizer, SGD):  # others go by the signs of gradients, whatever the size
+                call_before_steps(optimizer, self._scale_gradients)
         elif self.proximal:
             call_after_steps(optimizer, self._proximal_step)
 
@@ -95,11 +98,6 @@ class RankPenalty:
             )
 
     @property
-    def whole_steps(self) -> bool:
-        """Whether steps train the whole model, as it is: on the way to a budget and after it."""
-        return self.landing is not None
-
-    @property
     def _by_gradients(self) -> bool:
         return not self.proximal and self.value != 0.0
 
@@ -123,6 +121,11 @@ class RankPenalty:
     def _land_if_due(self, _: Rates) -> None:
         assert self.landing is not None
         self.landing.after_step(self._model, self._ledger, self._optimizer, self._ema)
+
+    def _scale_gradients(self) -> None:
+        assert self.landing is not None
+        used = self.landing.ranks
+        scale_gradients({self._layers[name]: rank for name, rank in used.items()})
 
     def land(self) -> None:
         """Fit the budget now, whatever the plan."""

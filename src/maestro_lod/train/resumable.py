@@ -22,6 +22,7 @@ from maestro_lod.train.rank_penalty import RankPenalty
 from maestro_lod.train.sampling import RankSampler
 from maestro_lod.train.shrink import require_optimizer
 from maestro_lod.train.steps import SampledSteps
+from maestro_lod.train.unfactored import Unfactored
 from maestro_lod.train.unmoved import Grace
 
 
@@ -37,6 +38,7 @@ class Resumable:
     _steps: SampledSteps
     _penalty: RankPenalty
     _grace: Grace
+    _unfactored: Unfactored
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state as numbers, strings, lists and tensors; save it beside the model's."""
@@ -51,6 +53,7 @@ class Resumable:
             "budget": None if self._penalty.landing is None else self._penalty.landing.state_dict(),
             "unmoved": dict(self._grace.ranks),
             "penalty_use": self._penalty.use,
+            "unfactored": self._unfactored.names,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -83,6 +86,7 @@ class Resumable:
         if (use := state.get("penalty_use", "applied")) not in (None, "due", "applied"):
             raise ValueError(f"penalty_use is {use!r}")
         self._penalty.use = use
+        self._unfactored.hold(state.get("unfactored", ()))
         for wrapper in wrappers_of(self.model):
             renew(wrapper)  # whose buckets are of other ranks if the model's state was
 

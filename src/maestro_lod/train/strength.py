@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from maestro_lod.amounts import amount_of
 from maestro_lod.errors import OptionError, require_nonnegative, require_whole
@@ -66,7 +66,7 @@ class Budget:
             raise OptionError("budget steps=0 must be at least 1.")
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["params", "macs"]:
         """What is limited: "params" or "macs"."""
         return "macs" if self.params is None else "params"
 

@@ -1,0 +1,100 @@
+"""Train low-rank layers as the dense weights that they stand for, as long as ranks do not matter.
+
+One factor becomes the identity and stays it, the other becomes the weight. A step then does what it
+does to the dense model, under any optimizer, and costs as much. Training two factors instead
+follows another path from the first step on, and a slower one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from maestro_lod.distributed.shards import fill, gathered
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.train.proximal import Rates, call_after_steps
+
+
+class Unfactored:
+    """The layers of a model that are trained as their weights, until `order_ranks` factors them."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, ema: AveragedModel | None) -> None:
+        self._layers = low_rank_layers(model)
+        self._averaged = {} if ema is None else low_rank_layers(ema.module)
+        self._optimizer = optimizer
+        call_after_steps(optimizer, self._keep_identities)
+
+    @property
+    def names(self) -> list[str]:
+        """The layers that are trained as their weights now."""
+        return [name for name, layer in self._layers.items() if layer.identity is not None]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Turn layers that have all ranks, and train all of them, to weights; outputs are the same.
+
+        What the optimizer remembers of a factor is forgotten: it is of something else.
+        """
+        for name, layer in self._layers.items():
+            trained = all(factor.requires_grad for factor in layer.stored_factors())
+            if layer.identity is None and trained and 0 < layer.rank == layer.full_rank:
+                for each in filter(None, (layer, self._averaged.get(name))):
+                    _turn_to_weight(each)
+                for factor in layer.stored_factors():
+                    self._optimizer.state.pop(factor, None)
+
+    def hold(self, names: Collection[str]) -> None:
+        """Go on with layers whose loaded factors are an identity and a weight."""
+        for name, layer in self._layers.items():
+            layer.identity = _still_factor(layer) if name in names else None
+
+    @torch.no_grad()
+    def _keep_identities(self, _: Rates) -> None:
+        """Undo what decay has done to identities, where processes made them have gradients."""
+        for name in self.names:
+            still = _identity_of(layer := self._layers[name])
+            if still.grad is not None:
+                fill(still, _identity_like(still, layer))
+
+
+def _still_factor(layer: LowRank) -> Any:
+    """Return which factor can be the identity: the square one."""
+    m, n = layer.matrix_shape
+    return "u" if m <= n else "v"
+
+
+def _turn_to_weight(layer: LowRank) -> None:
+    stored = layer.stored_factors()
+    left, right = layer._matrices(*map(gathered, stored))
+    weight, eye = left @ right, _eye(layer, left)
+    still = _still_factor(layer)
+    new = (eye, weight) if still == "u" else (weight, eye)
+    for factor, value in zip(stored, layer.factors_of(*new), strict=True):
+        fill(factor, value)
+    layer.identity = still
+
+
+def _eye(layer: LowRank, like: Tensor) -> Tensor:
+    """Return the identity matrix of each group, (groups, rank, rank)."""
+    eye = torch.eye(layer.rank, dtype=like.dtype, device=like.device)
+    return eye.expand(layer.groups, -1, -1)
+
+
+def _identity_of(layer: LowRank) -> nn.Parameter:
+    u, v = layer.stored_factors()
+    return u if layer.identity == "u" else v
+
+
+def _identity_like(still: Tensor, layer: LowRank) -> Tensor:
+    """Return the identity in the layout of the factor that it is."""
+    eye, (m, n) = _eye(layer, still), layer.matrix_shape
+    nothing = still.new_zeros(())
+    if layer.identity == "u":
+        return layer.factors_of(eye, nothing.expand(layer.groups, layer.rank, n))[0]
+    return layer.factors_of(nothing.expand(layer.groups, m, layer.rank), eye)[1]
