@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 import maestro_lod as lod
 from maestro_lod.app.recipe import checked, dumped, load_recipe
 from maestro_lod.app.run import Run
+from maestro_lod.app.setup import Setup
 from maestro_lod.cost import Cost, count_params
 from maestro_lod.errors import OptionError
+from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.methods import METHODS, register
 from maestro_lod.methods.dense import Dense, DenseSettings
 from maestro_lod.methods.lod import LoDSettings
@@ -147,6 +149,34 @@ def test_a_name_is_given_once(pruning: None) -> None:
     register("pruning", PruningSettings)  # the same again
     with pytest.raises(OptionError, match="a method 'lod' already"):
         register("lod", PruningSettings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "narrower"),
+    [
+        (["budget.params=0.1"], True),
+        (["budget.params=4400"], True),
+        (["budget.macs=0.2"], True),
+        (["budget.params=0.1", "narrow=false"], False),
+        (["budget.params=0.3"], False),
+        (["penalty=0.001"], False),
+    ],
+)
+def test_a_small_budget_begins_narrower(changes: list[str], narrower: bool) -> None:
+    recipe = load_recipe("digits", changes)
+    setup = Setup.of(recipe)
+    first = low_rank_layers(setup.model)["fc1"].matrix_shape[0]
+    assert (first < 120) == narrower
+    budget = recipe.settings.budget
+    if budget is not None:  # shares are those of the whole width
+        train = setup.method
+        assert train.landing.share == pytest.approx(
+            budget.value if budget.value < 1 else budget.value / setup.dense.params, rel=0.01
+        )
+        share = getattr(train.record(), f"relative_{budget.kind}")
+        own = getattr(train.ledger, f"dense_{budget.kind}") / getattr(setup.dense, budget.kind)
+        assert share == pytest.approx(own, rel=1e-6)
+        assert (own < 0.6) == narrower
 
 
 @pytest.mark.parametrize(

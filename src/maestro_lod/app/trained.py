@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from maestro_lod.app.binding import require_same_weights, weights_digest
 from maestro_lod.app.data import Data
 from maestro_lod.app.report import write_report
 from maestro_lod.app.run import Run
-from maestro_lod.app.setup import loss_of, optimizer_of
+from maestro_lod.app.setup import dense_model_of, loss_of, optimizer_of
 from maestro_lod.calls import with_tensors
 from maestro_lod.checkpoint import save
+from maestro_lod.cost import cost_of
 from maestro_lod.deploy.deployment import (
     Deployment,
     deploy_size,
@@ -100,18 +101,21 @@ class Trained:
 def search(trained: Trained, **options: Any) -> Frontier:
     """Search the sizes of a run's model on its training data; `options` are those of `frontier`.
 
-    Accuracies are those of the validation data, if there are any: the test set stays out.
+    Accuracies are those of the validation data, if there are any: the test set stays out. Shares
+    are those of the recipe's dense model, of its full width.
     """
     batches, loss = first_samples(trained.data.train), trained.loss
     held_out = trained.data.validation or batches
     has_classes = _has_classes(trained.model, batches)
-    return frontier(
+    found = frontier(
         trained.model,
         lambda model: mean_loss(model, batches, loss),
         example=trained.data.example,
         accuracy=(lambda model: _accuracy(model, held_out)) if has_classes else None,
         **options,
     )
+    dense = cost_of(dense_model_of(trained.run.recipe, trained.data), trained.data.example)
+    return replace(found, dense=replace(found.dense, **asdict(dense)))  # which may be wider
 
 
 def find_frontier(

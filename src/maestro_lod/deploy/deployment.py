@@ -147,7 +147,7 @@ def deploy_size(
         unhealed = test(plain)
         heal(plain)
     reached, of_dense = test(plain), test(dense)
-    cost, dense_cost = cost_of(plain, example), cost_of(dense, example)
+    cost, dense_cost = cost_of(plain, example), sizes.dense if sizes else cost_of(dense, example)
     with replacing_directory(out) as place:
         writer = _Writer(plain, dense, place, example, limits.get("max_latency"), fast)
         writer.write_all(formats, int8=int8)

@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from maestro_lod.calls import Example
-from maestro_lod.cost import Cost
-from maestro_lod.deploy.choice import cost_of
+from maestro_lod.cost import Cost, cost_of
 from maestro_lod.errors import OptionError
 from maestro_lod.methods.narrow import narrowed
 from maestro_lod.methods.sizes import amount
