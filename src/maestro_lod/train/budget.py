@@ -1,8 +1,8 @@
 """Land on a budget in one run: the whole model first, then no more of it than the budget allows.
 
-A part of the run trains the whole model as it is. Then its ranks are put into order and those that
-lose the least within the budget are chosen, over all layers together; the others are removed, and
-what is left is trained as it is. Nothing is penalized and nothing is drawn.
+A part of the run trains the weights of the whole model, as dense training does. Then they are
+factored and those ranks that lose the least within the budget are chosen, over all layers together;
+the others are removed, and what is left is trained as it is. Nothing is penalized and nothing drawn.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ def _written(value: Any) -> Any:
 class Budget:
     """What the deployed model may cost, in params or MACs: a share of dense, or a count.
 
-    The whole model is trained as it is for `steps` optimizer steps. Then its ranks are put into
-    order, those that lose the least within the budget are chosen over all layers together, and they
-    are trained as they are: nothing is drawn and nothing penalized. Without `steps` `fit` takes
+    For `steps` optimizer steps layers are trained as the dense weights that they stand for. Then
+    ranks are put into order, those that lose the least within the budget are chosen over all layers
+    together, and they are trained as they are: nothing is drawn and nothing penalized. Without `steps` `fit` takes
     three tenths of its run, and a loop of your own the first epoch.
     """
 
