@@ -2,7 +2,7 @@
 
 A part of the run trains the weights of the whole model, as dense training does. Then they are
 factored and those ranks that lose the least within the budget are chosen, over all layers together;
-the others are removed, and what is left is trained as it is. Nothing is penalized and nothing drawn.
+the others are removed, and what is left is trained as it is. Nothing is penalized or drawn.
 """
 
 from __future__ import annotations

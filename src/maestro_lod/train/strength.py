@@ -44,8 +44,8 @@ class Budget:
 
     For `steps` optimizer steps layers are trained as the dense weights that they stand for. Then
     ranks are put into order, those that lose the least within the budget are chosen over all layers
-    together, and they are trained as they are: nothing is drawn and nothing penalized. Without `steps` `fit` takes
-    three tenths of its run, and a loop of your own the first epoch.
+    together, and they are trained as they are: nothing is drawn and nothing penalized.
+    Without `steps` `fit` takes three tenths of its run, and a loop of your own the first epoch.
     """
 
     params: float | None = setting(None, "size to land on: 25%, 0.25, 300k", check=_written)
