@@ -16,7 +16,7 @@ import maestro_lod as lod
 from made import made
 from maestro_lod.app.models import MODELS, LeNet
 from maestro_lod.cost import count_params, summary
-from maestro_lod.layers.conv import LowRankConv, LowRankConvTranspose
+from maestro_lod.layers import LowRankConv, LowRankConvTranspose
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.methods.frobenius import (
     FrobeniusDecay,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
+from maestro_lod.layers import Recurrent
 from maestro_lod.pretrained.calibration import calibrate
-from maestro_lod.pretrained.unrolled import unrolled
 
 LAYERS = {
     "LSTM": lambda **o: nn.LSTM(5, 4, 2, **o),
@@ -23,11 +23,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")
 def run(layer: nn.RNNBase, *inputs) -> tuple[object, dict[str, Tensor]]:
     seen: dict[str, list[Tensor]] = {}
     with torch.no_grad():
-        output = unrolled(
-            layer, *inputs, see=lambda name, rows, _: seen.setdefault(name, []).append(
+        output = Recurrent(layer).shown(
+            lambda name, rows, _: seen.setdefault(name, []).append(
                 rows.reshape(-1, rows.shape[-1])
-            )
-        )  # fmt: skip
+            ),
+            *inputs,
+        )
     return output, {name: torch.cat(rows) for name, rows in seen.items()}
 
 

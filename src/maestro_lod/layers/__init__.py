@@ -3,7 +3,8 @@
 from torch import nn
 
 from maestro_lod.layers.attention import Attention
-from maestro_lod.layers.conv import LowRankConv, LowRankConvTranspose
+from maestro_lod.layers.conv import LowRankConv
+from maestro_lod.layers.conv_transpose import LowRankConvTranspose
 from maestro_lod.layers.embedding import LowRankEmbedding, SharedHead
 from maestro_lod.layers.experts import ROUTED, Experts, SortedExperts, Stack, StackedProduct
 from maestro_lod.layers.factors import RanksCutWarning

@@ -1,25 +1,27 @@
-"""Low-rank convolutions, plain and transposed, in one, two and three dimensions.
+"""Low-rank convolutions in one, two and three dimensions.
 
 A convolution becomes a k×k convolution to `rank` channels, which carries stride, padding and
-dilation, and a 1×1 convolution; a transposed one a 1×1 convolution and then the k×k transposed.
-Both factors thus run at the same positions, and "dense or factored" has one answer for parameters
-and MACs alike. With groups, every group has its own factors and all share one rank.
+dilation, and a 1×1 convolution. Both factors thus run at the same positions, and "dense or
+factored" has one answer for parameters and MACs alike. With groups, every group has its own factors
+and all share one rank.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
 from maestro_lod.layers import few_channels
 from maestro_lod.layers.lowrank import (
     MOVING_ONE_VALUE,
     LowRank,
+    Rows,
     empty_like_weight,
     with_parameters,
 )
@@ -28,15 +30,10 @@ from maestro_lod.layers.registry import register
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-_CONV_TYPE: dict[int, type[_ConvNd]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_CONV_TRANSPOSE_TYPE: dict[int, type[_ConvTransposeNd]] = {
-    1: nn.ConvTranspose1d,
-    2: nn.ConvTranspose2d,
-    3: nn.ConvTranspose3d,
-}
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONV_TYPE: dict[int, type[_ConvNd]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
+_SCALARS_AT_ONCE = 2**24  # of patches that are laid out together
 
 # Torch's kernels for groups on a CPU want 8, or a multiple of 16, channels in each. For any other
 # number they are up to three times slower, so that ranks of zeros pay; and moving a value costs
@@ -44,7 +41,7 @@ _CONV_TRANSPOSE_TYPE: dict[int, type[_ConvTransposeNd]] = {
 _MOVING_ONE_VALUE_OF_A_GROUP = 192
 
 
-class _AnyConv(LowRank):
+class AnyConv(LowRank):
     """What plain and transposed convolutions share: the options of torch's own layers."""
 
     options = (
@@ -107,6 +104,25 @@ class _AnyConv(LowRank):
         grouped = v.view(v.shape[0], self.groups, -1, *v.shape[2:])
         return grouped.transpose(0, 1).flatten(0, 1)
 
+    def _patches(self, x: Tensor, paddings: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the patches (N, channels, *positions, *kernel) under the kernel."""
+        amounts = [amount for both in reversed(paddings) for amount in both]
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        x = F.pad(x, amounts, mode=mode)
+        for i, (size, step) in enumerate(zip(self.kernel_size, self.stride, strict=True)):
+            reach = self.dilation[i] * (size - 1) + 1
+            x = x.unfold(2 + i, reach, step)[..., :: self.dilation[i]]
+        return x
+
+    def _batched(self, x: Tensor) -> Tensor:
+        return x if x.ndim == self.dimensions + 2 else x[None]
+
+    def _by_group(self, x: Tensor) -> Rows:
+        """Turn (N, channels, *positions, *kernel) into rows for each group of channels."""
+        grouped = x.reshape(len(x), self.groups, -1, *x.shape[2:])
+        grouped = grouped.movedim(1, 0).movedim(2, 2 + self.dimensions)  # channels behind positions
+        return tuple(grouped.flatten(1, 1 + self.dimensions).flatten(2).unbind())
+
     def extra_repr(self) -> str:
         shown = (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
@@ -122,8 +138,10 @@ class _AnyConv(LowRank):
 @register(nn.Conv1d)
 @register(nn.Conv2d)
 @register(nn.Conv3d)
-class LowRankConv(_AnyConv):
+class LowRankConv(AnyConv):
     """`nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` as v (k×k, to the active rank), then u (1×1)."""
+
+    positionwise = True
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -166,6 +184,21 @@ class LowRankConv(_AnyConv):
             count *= (size - reach - 1) // self.stride[i] + 1
         return count
 
+    def input_rows(self, *inputs: Any) -> Iterator[Rows]:
+        x = self._batched(inputs[0])
+        size = max(1, self.positions_of(x[:1]) * self.groups * self.matrix_shape[1])
+        for part in x.split(max(1, _SCALARS_AT_ONCE // size)):
+            yield self._by_group(self._patches(part, self._paddings()))
+
+    def output_rows(self, output: Tensor, *inputs: Any) -> Rows:
+        return self._by_group(self._batched(output))
+
+    def reads(self) -> tuple[Any, ...]:
+        return (
+            *super().reads(), self.kernel_size, self.stride, self.padding, self.dilation,
+            self.groups, self.padding_mode,
+        )  # fmt: skip
+
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         padding: Any = self.padding
         if self.padding_mode != "zeros":
@@ -175,7 +208,7 @@ class LowRankConv(_AnyConv):
             padding = tuple(before for before, _ in self._paddings())
         if few_channels.gradient_is_slow(x, weight, padding, self.dilation):
             return few_channels.convolve(x, weight, bias, self.stride, padding)
-        conv = _CONV[self.dimensions]
+        conv = CONV[self.dimensions]
         return conv(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
     def apply_weight(self, weight: Tensor, *inputs: Tensor) -> Tensor:
@@ -184,7 +217,7 @@ class LowRankConv(_AnyConv):
     def apply_factors(self, u: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
         u, v = self._padded(u, v)
         z = self._convolve(inputs[0], self._first(v), None)  # (N, groups · rank, *positions)
-        return _CONV[self.dimensions](z, self._pointwise(u), self.bias, groups=self.groups)
+        return CONV[self.dimensions](z, self._pointwise(u), self.bias, groups=self.groups)
 
     def _compose(self, u: Tensor, v: Tensor) -> Tensor:
         if self.groups == 1:  # the common case in one product
@@ -200,14 +233,14 @@ class LowRankConv(_AnyConv):
 
     def dense(self, rank: int | None = None) -> nn.Module:
         weight = self._compose(*self.truncated(rank))
-        conv: Any = _CONV_TYPE[self.dimensions]
+        conv: Any = CONV_TYPE[self.dimensions]
         bias = self.bias is not None
         plain = conv(self.in_channels, self.out_channels, bias=bias, **self._options())
         return with_parameters(plain, self, weight, bias=True)
 
     def factored(self, rank: int | None = None) -> nn.Module:
         u, v = self.truncated(rank)
-        conv: Any = _CONV_TYPE[self.dimensions]
+        conv: Any = CONV_TYPE[self.dimensions]
         middle, bias = self.groups * v.shape[0], self.bias is not None
         first = conv(self.in_channels, middle, bias=False, **self._options())
         second = conv(middle, self.out_channels, 1, groups=self.groups, bias=bias, device="meta")
@@ -215,99 +248,3 @@ class LowRankConv(_AnyConv):
             with_parameters(first, self, self._first(v), bias=False),
             with_parameters(second, self, self._pointwise(u), bias=True),
         ).train(self.training)
-
-
-@register(nn.ConvTranspose1d)
-@register(nn.ConvTranspose2d)
-@register(nn.ConvTranspose3d)
-class LowRankConvTranspose(_AnyConv):
-    """`nn.ConvTranspose1d/2d/3d` as v (1×1, to the active rank), then u (k×k, transposed)."""
-
-    @property
-    def kind(self) -> str:  # type: ignore[override]
-        return f"ConvTranspose{self.dimensions}d"
-
-    @classmethod
-    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        assert isinstance(dense, _ConvTransposeNd)
-        out, into, groups = dense.out_channels, dense.in_channels, dense.groups
-        if rank is None:
-            rank = min(out // groups * math.prod(dense.kernel_size), into // groups)
-        layer = cls(
-            empty_like_weight(dense, out, rank, *dense.kernel_size),
-            empty_like_weight(dense, rank, into),
-            None if dense.bias is None else empty_like_weight(dense, out),
-            groups=groups,
-            trainable=dense.weight.requires_grad,
-        )
-        return layer._take_options(dense)
-
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        if output_size is None:
-            return super().forward(input)
-        self.dense_only = True  # no two plain layers can take it
-        configured = self.output_padding
-        torch_rule: Any = _ConvTransposeNd._output_padding  # which output sizes can be reached
-        self.output_padding = tuple(
-            torch_rule(
-                self, input, output_size, self.stride, self.padding, self.kernel_size,
-                self.dimensions, self.dilation,
-            )
-        )  # fmt: skip
-        try:
-            return super().forward(input)
-        finally:
-            self.output_padding = configured
-
-    def positions_of(self, *inputs: Tensor) -> int:
-        return inputs[0].numel() // self.in_channels
-
-    def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        conv: Any = _CONV_TRANSPOSE[self.dimensions]
-        y: Tensor = conv(
-            x, weight, self.bias, self.stride, self.padding, self.output_padding, self.groups,
-            self.dilation,
-        )  # fmt: skip
-        return y
-
-    def apply_weight(self, weight: Tensor, *inputs: Tensor) -> Tensor:
-        return self._convolve(inputs[0], weight)
-
-    def apply_factors(self, u: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
-        u, v = self._padded(u, v)
-        z = _CONV[self.dimensions](inputs[0], self._pointwise(self._first(v)), groups=self.groups)
-        return self._convolve(z, self._second(u))  # z is (N, groups · rank, *positions)
-
-    def _second(self, u: Tensor) -> Tensor:
-        """Give (out, r, *k) the layout (groups · r, out/groups, *k)."""
-        if self.groups == 1:
-            return u.transpose(0, 1)
-        grouped = u.view(self.groups, -1, *u.shape[1:])  # (groups, out/groups, r, *k)
-        return grouped.transpose(1, 2).flatten(0, 1)
-
-    def to_weight(self, matrices: Tensor) -> Tensor:
-        out = self.out_channels // self.groups
-        return matrices.mT.reshape(self.in_channels, out, *self.kernel_size)
-
-    def to_matrices(self, weight: Tensor) -> Tensor:
-        return weight.reshape(self.groups, self.in_channels // self.groups, -1).mT
-
-    def dense(self, rank: int | None = None) -> nn.Module:
-        weight = self._compose(*self.truncated(rank))
-        return self._plain_transposed(self.in_channels, weight)
-
-    def factored(self, rank: int | None = None) -> nn.Module:
-        u, v = self.truncated(rank)
-        conv: Any = _CONV_TYPE[self.dimensions]
-        middle = self.groups * v.shape[0]
-        first = conv(self.in_channels, middle, 1, groups=self.groups, bias=False, device="meta")
-        return nn.Sequential(
-            with_parameters(first, self, self._pointwise(self._first(v)), bias=False),
-            self._plain_transposed(middle, self._second(u)),
-        ).train(self.training)
-
-    def _plain_transposed(self, into: int, weight: Tensor) -> nn.Module:
-        conv: Any = _CONV_TRANSPOSE_TYPE[self.dimensions]
-        bias, more = self.bias is not None, {"output_padding": self.output_padding}
-        plain = conv(into, self.out_channels, bias=bias, **more, **self._options())
-        return with_parameters(plain, self, weight, bias=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maestro_lod.layers.lowrank import LowRank, PlainForm, Split, empty_like_weight
+from maestro_lod.layers.lowrank import LowRank, PlainForm, Rows, Split, empty_like_weight
 from maestro_lod.layers.registry import register
 from maestro_lod.layers.svd import svd_factors
 
@@ -73,6 +73,12 @@ class LowRankEmbedding(LowRank):
 
     def positions_of(self, *inputs: Tensor) -> int:
         return inputs[0].numel()
+
+    def lookups(self, *inputs: Tensor) -> Tensor:
+        return inputs[0].detach().flatten().bincount(minlength=self.num_embeddings)
+
+    def output_rows(self, output: Tensor, *inputs: Any) -> Rows:
+        return [output.reshape(-1, self.embedding_dim)]
 
     # A dense look-up multiplies nothing, so only parameters can be saved.
 

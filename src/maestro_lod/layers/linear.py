@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maestro_lod.layers.lowrank import LowRank, empty_like_weight, with_parameters
+from maestro_lod.layers.lowrank import LowRank, Rows, empty_like_weight, with_parameters
 from maestro_lod.layers.registry import register, registered_base
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class LowRankLinear(LowRank):
 
     kind = "Linear"
     options = ("in_features", "out_features")
+    positionwise = True
 
     @classmethod
     def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
@@ -48,6 +50,12 @@ class LowRankLinear(LowRank):
 
     def positions_of(self, *inputs: Tensor) -> int:
         return inputs[0].numel() // self.in_features
+
+    def input_rows(self, *inputs: Any) -> Iterator[Rows]:
+        yield [inputs[0].reshape(-1, self.in_features)]
+
+    def output_rows(self, output: Tensor, *inputs: Any) -> Rows:
+        return [output.reshape(-1, self.out_features)]
 
     def apply_weight(self, weight: Tensor, *inputs: Tensor) -> Tensor:
         return F.linear(inputs[0], weight, self.bias)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 Split: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """Splits matrices (groups, m, n) into (groups, m, rank) and (groups, rank, n)."""
+
+Rows: TypeAlias = Sequence[Tensor]
+"""For each group of a layer vectors (positions, n) that its matrix multiplies, or its products."""
 
 PlainForm: TypeAlias = Literal["dense", "factored"]
 """What a low-rank layer becomes when it is deployed: one plain layer, or one per factor."""
@@ -55,6 +58,9 @@ class LowRank(Factors):
     """What the dense layer's attributes say beside its weight; code of a model may read them."""
     dense_only = False
     """Whether only a dense plain layer can do what this one does, because of how it is called."""
+    positionwise: ClassVar[bool] = False
+    """Whether each output is the weight times one of the `input_rows`, plus the bias: then the
+    layer can be fitted to outputs."""
     handed_over: tuple[str, ...] = ()
     """The names of what a user had put on the dense layer."""
 
@@ -81,6 +87,22 @@ class LowRank(Factors):
     def apply_factors(self, u: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
         """Compute the layer with one factor after the other."""
         raise NotImplementedError
+
+    def input_rows(self, *inputs: Any) -> Iterator[Rows]:
+        """Yield what the weight multiplies, part by part; nothing where that is not known."""
+        return iter(())
+
+    def output_rows(self, output: Tensor, *inputs: Any) -> Rows | None:
+        """Return outputs of these inputs, or their gradients, as rows; None if not known."""
+        return None
+
+    def reads(self) -> tuple[Any, ...]:
+        """Return what decides, beside an input, which rows it has."""
+        return (type(self),)
+
+    def lookups(self, *inputs: Any) -> Tensor | None:
+        """Count how often each row of the weight is looked up, None for one that multiplies."""
+        return None
 
     @property
     def moving_one_value(self) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from maestro_lod.layers.lowrank import LowRank, PlainForm, empty_like_weight
+from maestro_lod.layers.lowrank import LowRank, PlainForm, Rows, empty_like_weight
 from maestro_lod.layers.recurrent import Matrix, Product
 from maestro_lod.layers.registry import register
 
@@ -33,6 +33,9 @@ class LowRankMatrix(LowRank):
             trainable=dense.weight.requires_grad,
         )
         return layer.train(dense.training)
+
+    def output_rows(self, output: Tensor, *inputs: Any) -> Rows:
+        return [output.reshape(-1, self.matrix_shape[0])]
 
     # torch's recurrent kernels take dense weights, so factors save parameters and no MACs
 

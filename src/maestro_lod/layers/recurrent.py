@@ -9,12 +9,16 @@ alone, so that an extracted model needs no more than these classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+See: TypeAlias = Callable[[str, Tensor, Tensor], None]
+"""Told the name of a weight, rows (positions, n) that it multiplies, and its products."""
 
 
 class Matrix(nn.Module):
@@ -101,6 +105,15 @@ class Recurrent(nn.Module):
         engine = self._engine[0].train(self.training)
         return torch.func.functional_call(engine, dict(self._weights()), (input, hx))
 
+    def shown(self, see: See, input: Tensor | PackedSequence, hx: Any = None) -> Any:
+        """Compute step by step, without dropout, and tell `see` what each weight multiplies.
+
+        torch's kernels show neither hidden states nor gates; here every product of a weight is a
+        tensor of its own, which can be differentiated by. Of packed sequences only what is seen
+        counts: None is returned.
+        """
+        return _Unrolled(self._engine[0], dict(self._weights()), see)(input, hx)
+
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all parameters that torch's layer has, factors multiplied out."""
         yield from self._parameters.items()  # type: ignore[misc]
@@ -145,6 +158,100 @@ class Recurrent(nn.Module):
 
     def extra_repr(self) -> str:
         return str(self._engine[0])
+
+
+class _Unrolled:
+    """A recurrent layer step by step over (steps, sequences, …); slow, and only to look at it."""
+
+    def __init__(self, layer: nn.RNNBase, weights: Mapping[str, Tensor], see: See) -> None:
+        self._layer, self._weights, self._see = layer, weights, see
+
+    def __call__(self, inputs: Tensor | PackedSequence, hidden: Any) -> Any:
+        layer, single = self._layer, False
+        packed = isinstance(inputs, PackedSequence)
+        if isinstance(inputs, PackedSequence):
+            x, lengths = pad_packed_sequence(inputs)
+        else:
+            single = inputs.ndim == 2
+            x = inputs.unsqueeze(1) if single else inputs
+            x = x.transpose(0, 1) if layer.batch_first and not single else x
+            lengths = torch.full((x.shape[1],), len(x))
+        alive = torch.arange(len(x))[:, None].to(x.device) < lengths.to(x.device)
+        ends: list[tuple[Tensor, ...]] = []
+        for number in range(layer.num_layers):
+            outputs = []
+            for suffix in ("", "_reverse")[: 2 if layer.bidirectional else 1]:
+                start = self._start(hidden, len(ends), x, single)
+                output, end = self._direction(x, start, f"l{number}{suffix}", alive)
+                outputs.append(output)
+                ends.append(end)
+            x = torch.cat(outputs, -1)
+        if packed:
+            return None
+        states = [torch.stack(parts) for parts in zip(*ends, strict=True)]
+        if single:
+            x, states = x.squeeze(1), [state.squeeze(1) for state in states]
+        elif layer.batch_first:
+            x = x.transpose(0, 1)
+        return x, tuple(states) if isinstance(layer, nn.LSTM) else states[0]
+
+    def _start(self, hidden: Any, index: int, x: Tensor, single: bool) -> tuple[Tensor, ...]:
+        """Return the states that one direction of one layer begins with."""
+        if hidden is not None:
+            states = hidden if isinstance(hidden, tuple) else (hidden,)
+            return tuple(s[index][None] if single else s[index] for s in states)
+        zeros = x.new_zeros(x.shape[1], self._layer.proj_size or self._layer.hidden_size)
+        if isinstance(self._layer, nn.LSTM):
+            return zeros, x.new_zeros(x.shape[1], self._layer.hidden_size)
+        return (zeros,)
+
+    def _product(self, kind: str, where: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply rows by a weight, and tell of those that count."""
+        name = f"weight_{kind}_{where}"
+        product = F.linear(rows, self._weights[name])
+        self._see(name, rows.detach()[counts], product)
+        bias = self._weights.get(f"bias_{kind}_{where}")
+        return product if bias is None else product + bias
+
+    def _direction(
+        self, x: Tensor, states: tuple[Tensor, ...], where: str, alive: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run one direction of one layer; returns its outputs and the states at the end.
+
+        `alive` (steps, sequences) says which sequences have not ended yet.
+        """
+        from_input = self._product("ih", where, x, alive)
+        steps = range(len(x))
+        outputs: dict[int, Tensor] = {}
+        for step in reversed(steps) if where.endswith("_reverse") else steps:
+            goes_on = alive[step]
+            gates = self._product("hh", where, states[0], goes_on)
+            new = self._step(from_input[step], gates, states, where, goes_on)
+            states = tuple(
+                torch.where(goes_on[:, None], now, before)
+                for now, before in zip(new, states, strict=True)
+            )
+            outputs[step] = states[0]
+        return torch.stack([outputs[step] for step in steps]), states
+
+    def _step(
+        self, i: Tensor, h: Tensor, states: tuple[Tensor, ...], where: str, alive: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the next states from what inputs and hidden states say."""
+        if isinstance(self._layer, nn.LSTM):
+            into, forget, cell, out = (i + h).chunk(4, -1)
+            memory = forget.sigmoid() * states[1] + into.sigmoid() * cell.tanh()
+            shown = out.sigmoid() * memory.tanh()
+            if self._layer.proj_size:
+                shown = self._product("hr", where, shown, alive)
+            return shown, memory
+        if isinstance(self._layer, nn.GRU):
+            (reset, update, new), (reset_h, update_h, new_h) = i.chunk(3, -1), h.chunk(3, -1)
+            keep = (update + update_h).sigmoid()
+            fresh = (new + (reset + reset_h).sigmoid() * new_h).tanh()
+            return ((1 - keep) * fresh + keep * states[0],)
+        act = torch.tanh if self._layer.nonlinearity == "tanh" else torch.relu
+        return (act(i + h),)
 
 
 def _computed_weights(dense: nn.Module, names: list[str]) -> str:

@@ -32,7 +32,8 @@ class Opened(Protocol):
     """The names of what a user had put on the dense layer."""
     applies_parts: bool
     """Whether it multiplies by its parts' weights itself, at `positions_of` its inputs, instead of
-    calling them."""
+    calling them. Then `shown(see, *inputs)` computes the same and tells `see(part, rows, products)`
+    what each of them multiplies."""
 
     @staticmethod
     def obstacle(dense: Any) -> str:

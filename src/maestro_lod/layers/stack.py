@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from maestro_lod.layers.experts import Stack, StackedProduct, apply_stacked
-from maestro_lod.layers.lowrank import LowRank, composing_pays, empty_like_weight
+from maestro_lod.layers.lowrank import LowRank, Rows, composing_pays, empty_like_weight
 from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
@@ -58,6 +60,16 @@ class LowRankStack(LowRank):
 
     def positions_of(self, *inputs: Tensor) -> int:
         return len(inputs[0])
+
+    def input_rows(self, *inputs: Any) -> Iterator[Rows]:
+        rows, experts = inputs
+        yield self._by_expert(rows, experts)
+
+    def output_rows(self, output: Tensor, *inputs: Any) -> Rows:
+        return self._by_expert(output, inputs[1])
+
+    def _by_expert(self, rows: Tensor, experts: Tensor) -> Rows:
+        return torch.split(rows, experts.bincount(minlength=self.groups).tolist())
 
     # Every row meets the matrix of one expert alone.
 

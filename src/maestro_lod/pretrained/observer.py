@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from maestro_lod.errors import DataError
-from maestro_lod.layers.embedding import LowRankEmbedding
-from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.lowrank import LowRank, Rows
 from maestro_lod.layers.registry import opened_type
 from maestro_lod.planning import Plan
-from maestro_lod.pretrained.rows import Rows, output_rows_of, rows_of
-from maestro_lod.pretrained.unrolled import unrolled
 
 LARGEST_OUTPUT = 4096  # of a layer whose output gradients are related to each other
 
@@ -34,6 +31,8 @@ class Moments:
     """At how many positions the layer was used, or its experts together."""
     has_gradients: bool = False
     """Whether a loss said how much errors of the layer count."""
+    looked_up: bool = False
+    """Whether rows of the weight are looked up, not multiplied: `outputs` counts them."""
 
     def add(self, what: str, moment: Tensor) -> None:
         known = getattr(self, what)
@@ -101,12 +100,11 @@ class Observer:
     def _seen(self, name: str) -> Callable[..., Tensor | None]:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
             layer, inputs = self._layers[name], (*args, *kwargs.values())
-            if isinstance(layer, LowRankEmbedding):
-                self._count_tokens(name, layer, inputs[0])
-            else:
-                with torch.no_grad():
-                    for rows in rows_of(layer, *inputs):
-                        self._add(name, rows)
+            with torch.no_grad():
+                if (counts := layer.lookups(*inputs)) is not None:
+                    self._count(name, counts)
+                for rows in layer.input_rows(*inputs):
+                    self._add(name, rows)
             return self._remember(name, output, inputs) if self._gradients else None
 
         return look
@@ -128,34 +126,31 @@ class Observer:
 
     def _opened(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """Look into a layer with several weights: run it once more, with parts that can be seen."""
-        if isinstance(module, nn.RNNBase):
-            return self._unrolled(name)
         opened = opened_type(type(module))(module)
+        if opened.applies_parts:
+            return lambda module, args, kwargs, output: opened.shown(
+                self._part_seen(name), *args, **kwargs
+            )  # None leaves the output as it is
         for key, part in opened.named_children():
             if (full := f"{name}.{key}".lstrip(".")) in self._layers:
                 part.register_forward_hook(self._seen(full), with_kwargs=True)
+        return lambda module, args, kwargs, output: opened(*args, **kwargs)
 
-        def again(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            return opened(*args, **kwargs)
-
-        return again
-
-    def _unrolled(self, name: str) -> Callable[..., Any]:
+    def _part_seen(self, name: str) -> Callable[[str, Tensor, Tensor], None]:
         def see(part: str, rows: Tensor, product: Tensor) -> None:
             if (full := f"{name}.{part}".lstrip(".")) in self._layers:
                 self._add(full, [rows])
                 if self._gradients and product.requires_grad:
                     self._outputs.append((full, product, ()))
 
-        def again(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-            return unrolled(module, *args, **kwargs, see=see)  # None leaves the output as it is
+        return see
 
-        return again
-
-    def _count_tokens(self, name: str, layer: LowRankEmbedding, ids: Tensor) -> None:
-        counts = ids.detach().flatten().bincount(minlength=layer.num_embeddings)
-        self._moments[name].add("outputs", counts[None])
-        self._moments[name].count += ids.numel()
+    def _count(self, name: str, counts: Tensor) -> None:
+        """Add how often rows of a weight are looked up: that is how much they count."""
+        seen = self._moments[name]
+        seen.add("outputs", counts[None])
+        seen.count += int(counts.sum())
+        seen.looked_up = True
 
     def _add(self, name: str, rows: Rows) -> None:
         seen = self._moments[name]
@@ -181,11 +176,11 @@ class Observer:
                 continue
             layer = self._layers.get(name)
             of_head = [gradient.reshape(-1, gradient.shape[-1])]
-            rows = of_head if layer is None else output_rows_of(layer, gradient, *inputs)
+            rows = of_head if layer is None else layer.output_rows(gradient, *inputs)
             if rows is None:
                 continue
             # what an embedding puts out are its columns; its rows count by what is looked up
-            side = "inputs" if isinstance(layer, LowRankEmbedding) else "outputs"
+            side = "inputs" if self._moments[name].looked_up else "outputs"
             wide = layer is None or rows[0].shape[1] > LARGEST_OUTPUT
             self._moments[name].add(side, (self._diagonal if wide else self._moment)(name, rows))
             self._moments[name].has_gradients = True

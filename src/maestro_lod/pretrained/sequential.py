@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from maestro_lod.errors import DataError
-from maestro_lod.layers.conv import LowRankConv
-from maestro_lod.layers.linear import LowRankLinear
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers, require_low_rank, unwrapped
 from maestro_lod.pretrained.calibration import Batches, Calibration, split_batch
-from maestro_lod.pretrained.rows import rows_of
 from maestro_lod.pretrained.whitening import whitened_factors
 from maestro_lod.structure import OPENED, restructured_copy, structure_of
 from maestro_lod.train.evaluate import call, device_of, in_mode, on_device, recalibrate
@@ -42,7 +39,7 @@ def correct(
     calibration: Calibration | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Fit each linear and convolution layer of a cut model to the original, in place and in order.
+    """Fit linear layers and convolutions of a cut model to the original, in place and in order.
 
     The model keeps its ranks, and each number of ranks stays the best of its layer; BatchNorms get
     statistics of their own. Gradients in `calibration` weigh errors of outputs as they did when
@@ -78,11 +75,7 @@ def correct(
 
 def _in_order(model: nn.Module, inputs: Any) -> list[list[str]]:
     """Return the layers in order of use; those that get the same input stand together."""
-    layers = {
-        name: layer
-        for name, layer in low_rank_layers(model).items()
-        if isinstance(layer, LowRankLinear | LowRankConv)
-    }
+    layers = {name: layer for name, layer in low_rank_layers(model).items() if layer.positionwise}
     calls: list[tuple[str, Any]] = []  # inputs are kept, so that no other gets their place
     with ExitStack() as hooks:
         for name, layer in layers.items():
@@ -94,20 +87,12 @@ def _in_order(model: nn.Module, inputs: Any) -> list[list[str]]:
     for name, x in calls:
         if names.count(name) > 1:
             continue
-        if x is last and _same_rows(layers[groups[-1][0]], layers[name]):
+        if x is last and layers[groups[-1][0]].reads() == layers[name].reads():
             groups[-1].append(name)
         else:
             groups.append([name])
         last = x
     return groups
-
-
-def _same_rows(one: LowRank, other: LowRank) -> bool:
-    """Say whether two layers see the same rows in the same input."""
-    options = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
-    return type(one) is type(other) and all(
-        getattr(one, key, None) == getattr(other, key, None) for key in options
-    )
 
 
 def _hook(hooks: ExitStack, layer: nn.Module, look: Callable[[Tensor], Any]) -> None:
@@ -157,7 +142,7 @@ class _Pair:
         pair = cls(square[0], square[1], line[0], line[1], 0)
         for inputs in data:
             x, cut = (_inputs_at(each, name, inputs) for each in (original, model))
-            for rows, cut_rows in zip(rows_of(layer, x), rows_of(layer, cut), strict=True):
+            for rows, cut_rows in zip(layer.input_rows(x), layer.input_rows(cut), strict=True):
                 pair._add(torch.stack([*rows]).float(), torch.stack([*cut_rows]).float())
         pair.mean /= pair.count
         pair.cut_mean /= pair.count
