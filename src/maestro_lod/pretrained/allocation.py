@@ -1,17 +1,14 @@
-"""Which ranks to keep, by what calibration knows: the least loss of energy per saved parameter.
+"""Which ranks to keep, by what calibration knows: those that lose the least within a limit.
 
 What the first k ranks leave out of a layer's outputs is known for every k, and adds up over layers
-as long as it is small. So the best ranks within a limit are found by arithmetic: each layer goes
-down the lower convex hull of what it loses against what it costs, the cheapest step of all layers
-first. That is an estimate; with a loss a few such allocations are measured, and the best is taken.
+as long as it is small. So `Allocation` finds the best ranks within a limit by arithmetic. That is
+an estimate; with a loss a few such allocations are measured, and the best is taken.
 """
 
 from __future__ import annotations
 
-import itertools
 import numbers
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +20,12 @@ from maestro_lod.deploy.replay import Loss
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import require_low_rank, unwrapped
 from maestro_lod.pretrained.calibration import Calibration
+from maestro_lod.train.allocation import Allocation
 
 _MOST_RANKS = 256  # of a layer that are considered, evenly spread
 _EXPONENTS = (1.0, 0.75, 0.5)
 """How much a layer's energy counts beside those of others, in the allocations that are measured: 1
 as estimated, below it less, since what many layers lose together does not quite add up."""
-
-
-class _Option(NamedTuple):
-    """What a layer costs at a rank, and what is then missing."""
-
-    params: int
-    missing: float
-    rank: int
 
 
 def choose_ranks(
@@ -77,54 +67,35 @@ def energies_of(model: nn.Module, calibration: Calibration) -> dict[str, Tensor]
 def _within(
     limit: int, costs: Costs, energies: Mapping[str, Tensor], exponent: float
 ) -> dict[str, int]:
-    """Go down from all ranks, the cheapest step of any layer first, until the limit is kept."""
-    hulls = {}
-    for name, energy in energies.items():
-        scale = float(energy.sum()) ** (exponent - 1.0) if energy.any() else 0.0
-        hulls[name] = _hull(_options(name, energy * scale, costs))
-    ranks = {name: hull[0].rank for name, hull in hulls.items()}
-    params = costs.rest.params + sum(hull[0].params for hull in hulls.values())
-    steps = [
-        ((low.missing - high.missing) / (high.params - low.params), name, high, low)
-        for name, hull in hulls.items()
-        for high, low in itertools.pairwise(hull)
-    ]
-    for _, name, high, low in sorted(steps, key=lambda step: step[0]):
-        if params <= limit:
-            break
-        ranks[name] = low.rank
-        params -= high.params - low.params
-    if params > limit:
+    """Return the ranks whose missing energies have the least sum."""
+    scaled = {
+        name: energy * float(energy.sum()) ** (exponent - 1.0) if energy.any() else energy
+        for name, energy in energies.items()
+    }
+    total = float(sum(energy.sum() for energy in scaled.values())) or 1.0
+    ranks = Allocation(
+        {name: _lost(energy / total) for name, energy in scaled.items()},
+        {name: _choice(len(energy)) for name, energy in energies.items()},
+        lambda name, rank: costs.layer(name, rank).params,
+        most=limit,
+        rest=costs.rest.params,
+    ).within(limit)
+    if (params := costs.at(ranks).params) > limit:
         raise OptionError(
             f"max_params={limit} cannot be reached: {costs.rest.params} parameters are outside of "
-            f"the low-rank layers, and {params} are left at rank 1. Give a larger limit, or "
-            "decompose more layers (an embedding that is tied to the head: tied='share')."
+            f"the low-rank layers, and {params} are left at the smallest ranks. Give a larger "
+            "limit, or decompose more layers (an embedding that is tied to the head: tied='share')."
         )
     return ranks
 
 
-def _options(name: str, energy: Tensor, costs: Costs) -> list[_Option]:
-    """List what a layer can be, from all its ranks down, each cheaper than the one before."""
-    stored = len(energy)
-    missing = torch.cat([energy.flip(0).cumsum(0).flip(0), energy.new_zeros(1)]).tolist()
-    spread = {max(1, round(stored * i / _MOST_RANKS)) for i in range(1, _MOST_RANKS + 1)}
-    options: list[_Option] = []
-    for rank in sorted(spread if stored else {0}, reverse=True):
-        params = costs.layer(name, rank).params
-        if not options or params < options[-1].params:
-            options.append(_Option(params, missing[rank], rank))
-    return options
+def _lost(energy: Tensor) -> Tensor:
+    """Return which share is lost with 0, 1, … ranks: shares multiply as what is missing adds up."""
+    missing = torch.cat([energy.flip(0).cumsum(0).flip(0), energy.new_zeros(1)])
+    return -torch.expm1(-missing)
 
 
-def _hull(options: list[_Option]) -> list[_Option]:
-    """Keep the options on the lower convex hull of what is missing against what it costs."""
-    hull: list[_Option] = []
-    for option in options:
-        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], option):
-            hull.pop()
-        hull.append(option)
-    return hull
-
-
-def _slope(high: _Option, low: _Option) -> float:
-    return (low.missing - high.missing) / (high.params - low.params)
+def _choice(stored: int) -> range:
+    """Return the ranks that are considered, the stored one among them."""
+    step = max(1, stored // _MOST_RANKS)
+    return range(stored - (stored - 1) // step * step if stored else 0, stored + 1, step)
