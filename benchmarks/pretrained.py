@@ -1,7 +1,7 @@
 """How good are pretrained models at a share of their weights, cut in which way?
 
     python benchmarks/pretrained.py MODELS_DIR [--only "language model"] [--shares 0.8 0.7]
-                                                [--heal 0.7] [--steps 500]
+                                                [--ways calibrated]
 
 Every way gets the same share of the decomposed layers' weights; BatchNorms get statistics of their
 own each time. What is measured is kept: the same command goes on where it was stopped. Writes
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
-import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ from maestro_lod.cost import Costs
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.pretrained.allocation import choose_ranks
 from maestro_lod.pretrained.calibration import Calibration, calibrate
-from maestro_lod.pretrained.healing import heal
+from maestro_lod.pretrained.healing import Sizes, heal
 from maestro_lod.pretrained.sequential import correct
 from maestro_lod.train.evaluate import recalibrate
 
 SHARES = (0.9, 0.8, 0.7, 0.5, 0.3)
+FULLY_JUDGED = 0.7  # by all data that there is to judge by
+STEPS = 500  # of healing
 PAGE = Path(__file__).parent.parent / "docs" / "pretrained.md"
 START, END = "<!-- benchmarks/pretrained.py -->\n", "<!-- end -->"
 
@@ -46,43 +48,53 @@ class Bench:
         start = time.process_time()
         self.inputs_only = calibrate(case.model, case.calibration)
         answer.setdefault("calibration_cpu_seconds", round(time.process_time() - start, 1))
-        answer.setdefault("calibration_peak_mb", _peak_mb())
         self.seen = calibrate(case.model, case.calibration, loss=case.loss)
         self.elastic = lod.decompose(copy.deepcopy(case.model), calibration=self.seen)
         costs, layers = Costs(self.elastic, None), low_rank_layers(self.elastic)
         self.decomposed = sum(layer.dense_weights for layer in layers.values())
         self.rest = costs.dense.params - self.decomposed
-        answer |= {"params": costs.dense.params, "decomposed": self.decomposed}
+        answer |= {
+            "params": costs.dense.params, "decomposed": self.decomposed,
+            "quality": case.quality, "few": case.few, "all": case.all,
+        }  # fmt: skip
         if "dense" not in answer:
-            answer["dense"], answer["quality"] = case.evaluate(case.model), case.quality
+            answer["dense"] = self.judged(case.model, everything=True)
 
-    def run(self, way: str, share: float, make: Callable[[float], nn.Module]) -> None:
+    def judged(self, model: nn.Module, *, everything: bool) -> dict[str, float]:
+        found = {"value": self.case.evaluate(model, self.case.few)}
+        if everything:
+            found["all"] = self.case.evaluate(model, self.case.all)
+        return found
+
+    def run(self, way: str, share: float) -> None:
         """Measure one cell of the table, unless it is known."""
         known = self.answer.setdefault("ways", {}).setdefault(way, {})
         if str(share) in known:
             return
         start = time.process_time()
-        model = make(share)
+        model = WAYS[way](self, share)
         seconds = time.process_time() - start
-        value = self.case.evaluate(model)
-        known[str(share)] = {"value": value, "cpu_seconds": round(seconds, 1)}
-        print(f"{way} at {share}: {value:.4g} ({seconds:.0f} s)", flush=True)
+        found = self.judged(model, everything=share == FULLY_JUDGED)
+        known[str(share)] = {**found, "cpu_seconds": round(seconds, 1)}
+        print(f"{way} at {share}: {found['value']:.4g} ({seconds:.0f} s)", flush=True)
         self.keep()
 
     # -- the ways ------------------------------------------------------------------------------
 
-    def uniform(self, calibration: Calibration | None) -> Callable[[float], nn.Module]:
+    @functools.cache  # noqa: B019
+    def uniformly(self, rule: str) -> nn.Module:
+        """The model with all ranks, split by one of the rules that treat all layers alike."""
+        seen = {"weights": lambda: None, "ASVD": self.scaled, "SVD-LLM": lambda: self.inputs_only}
+        return lod.decompose(copy.deepcopy(self.case.model), calibration=seen[rule]())
+
+    def uniform(self, rule: str, share: float) -> nn.Module:
         """The same share of every layer."""
-        model = lod.decompose(copy.deepcopy(self.case.model), calibration=calibration)
-
-        def make(share: float) -> nn.Module:
-            ranks = {
-                name: max(1, int(share * layer.dense_weights / layer.weights(1)))
-                for name, layer in low_rank_layers(model).items()
-            }
-            return self.normed(lod.extract(model, ranks))
-
-        return make
+        model = self.uniformly(rule)
+        ranks = {
+            name: max(1, int(share * layer.dense_weights / layer.weights(1)))
+            for name, layer in low_rank_layers(model).items()
+        }
+        return self.normed(lod.extract(model, ranks))
 
     def scaled(self) -> Calibration:
         """ASVD's rule: inputs count by the square root of their size, channel by channel."""
@@ -124,17 +136,33 @@ class Bench:
         correct(model, self.case.model, batches, calibration=self.seen)
         return self.normed(model)
 
-    def healed(self, steps: int) -> Callable[[float], nn.Module]:
-        def make(share: float) -> nn.Module:
-            model = self.corrected(share)
-            heal(
-                model, self.case.healing, teacher=self.case.model, steps=steps, lr=self.case.lr,
-                sizes="only", soft_loss=self.case.soft_loss,
-                progress=_tell,
-            )  # fmt: skip
-            return model
+    def healed(self, share: float, steps: int) -> nn.Module:
+        model = self.corrected(share)
+        self.heal(model, steps, "only")
+        return self.normed(model)
 
-        return make
+    @functools.cache  # noqa: B019
+    def healed_together(self) -> nn.Module:
+        """One model, healed at all shares in turn."""
+        sizes = [self.ranks(share) for share in SHARES]
+        most = {name: max(ranks[name] for ranks in sizes) for name in sizes[0]}
+        model = lod.decompose(copy.deepcopy(self.case.model), ranks=most, calibration=self.seen)
+        self.heal(model, STEPS, sizes)
+        return model
+
+    def of_all_sizes(self, share: float) -> nn.Module:
+        return self.normed(lod.extract(self.healed_together(), self.ranks(share)))
+
+    @functools.cached_property
+    def healing(self) -> Iterable[Any]:
+        return self.case.healing()
+
+    def heal(self, model: nn.Module, steps: int, sizes: Sizes) -> None:
+        case = self.case
+        heal(
+            model, self.healing, teacher=case.model, steps=steps, lr=case.lr, sizes=sizes,
+            soft_loss=case.soft_loss, hidden=case.hidden, progress=_tell,
+        )  # fmt: skip
 
     def normed(self, model: nn.Module) -> nn.Module:
         recalibrate(model, self.case.calibration)
@@ -146,8 +174,19 @@ def _tell(step: int, loss: float) -> None:
         print(f"  step {step}: {loss:.4g}", flush=True)
 
 
-def _peak_mb() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+WAYS: dict[str, Callable[[Bench, float], nn.Module]] = {
+    "magnitude pruning": Bench.pruned,
+    "SVD of the weights": lambda bench, share: bench.uniform("weights", share),
+    "ASVD's rule": lambda bench, share: bench.uniform("ASVD", share),
+    "SVD-LLM's rule": lambda bench, share: bench.uniform("SVD-LLM", share),
+    "calibrated": Bench.calibrated,
+    "calibrated + sequential": Bench.corrected,
+    f"+ healing, {STEPS} steps": lambda bench, share: bench.healed(share, STEPS),
+    f"all sizes healed at once, {STEPS} steps": Bench.of_all_sizes,
+    f"each size healed alone, {STEPS // len(SHARES)} steps": lambda bench, share: bench.healed(
+        share, STEPS // len(SHARES)
+    ),
+}
 
 
 def table(answer: Mapping[str, Any]) -> str:
@@ -156,23 +195,31 @@ def table(answer: Mapping[str, Any]) -> str:
     for name, of in answer.items():
         if "dense" not in of:  # nothing was measured yet
             continue
-        share = of["decomposed"] / of["params"]
+        share, dense = of["decomposed"] / of["params"], of["dense"]
         lines += [
-            f"**{name}**: {of['params']:,} parameters, {share:.0%} of them in decomposed layers; "
-            f"{of['quality']}; dense {of['dense']:.4g}",
+            f"**{name}**: {of['params']:,} parameters, {share:.0%} of them in decomposed layers. "
+            f"{of['quality']}, {of['few']:,} of them, and in the last column all {of['all']:,}.",
             "",
-            "| weights of decomposed layers | " + " | ".join(map(str, SHARES)) + " |",
-            "|---" * (len(SHARES) + 1) + "|",
+            f"| weights of decomposed layers | {' | '.join(map(str, SHARES))} | {FULLY_JUDGED} |",
+            "|---" * (len(SHARES) + 2) + "|",
         ]
-        whole = [1 - share * (1 - s) for s in SHARES]
+        whole = [f"{1 - share * (1 - s):.2f}" for s in (*SHARES, FULLY_JUDGED)]
+        lines.append(f"| parameters of the whole model | {' | '.join(whole)} |")
         lines.append(
-            "| parameters of the whole model | " + " | ".join(f"{w:.2f}" for w in whole) + " |"
+            f"| the original{f' | {_shown(dense)}' * len(SHARES)} | {_shown(dense, 'all')} |"
         )
-        for way, cells in of.get("ways", {}).items():
-            row = [f"{cells[str(s)]['value']:.4g}" if str(s) in cells else "" for s in SHARES]
-            lines.append(f"| {way} | " + " | ".join(row) + " |")
+        for way in WAYS:
+            cells = of.get("ways", {}).get(way, {})
+            row = [_shown(cells.get(str(s))) for s in SHARES]
+            if cells:
+                last = _shown(cells.get(str(FULLY_JUDGED)), "all")
+                lines.append(f"| {way} | {' | '.join(row)} | {last} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _shown(cell: Mapping[str, float] | None, key: str = "value") -> str:
+    return "" if cell is None else f"{cell[key]:.4g}"
 
 
 def main() -> None:
@@ -180,8 +227,7 @@ def main() -> None:
     parser.add_argument("models", type=Path)
     parser.add_argument("--only", choices=CASES, action="append")
     parser.add_argument("--shares", type=float, nargs="+", choices=SHARES, default=SHARES)
-    parser.add_argument("--heal", type=float, action="append", default=[])
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--table", action="store_true", help="Only write the page.")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -190,24 +236,11 @@ def main() -> None:
     answer = json.loads(kept.read_text())["answer"] if kept.exists() else {}
     for name in () if options.table else options.only or CASES:
         print(name, flush=True)
-        bench = Bench(
-            CASES[name](options.models),
-            answer.setdefault(name, {}),
-            lambda: write("pretrained", answer),
-        )
-        ways: dict[str, Callable[[float], nn.Module]] = {
-            "magnitude pruning": bench.pruned,
-            "SVD of the weights": bench.uniform(None),
-            "ASVD's rule": bench.uniform(bench.scaled()),
-            "SVD-LLM's rule": bench.uniform(bench.inputs_only),
-            "calibrated": bench.calibrated,
-            "calibrated + sequential": bench.corrected,
-        }
-        for way, make in ways.items():
+        case = CASES[name](options.models)
+        bench = Bench(case, answer.setdefault(name, {}), lambda: write("pretrained", answer))
+        for way in options.ways:
             for share in options.shares:
-                bench.run(way, share, make)
-        for share in options.heal:
-            bench.run(f"+ healing, {options.steps} steps", share, bench.healed(options.steps))
+                bench.run(way, share)
     head, rest = PAGE.read_text().split(START)
     PAGE.write_text(head + START + table(answer) + END + rest.split(END, 1)[1])
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,32 @@ SoftLoss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One model: how good it is, what it is calibrated and healed on."""
+    """One model: how good it is, what it is calibrated and healed on.
+
+    What is judged by is in none of the other data. Learning rates and batches were chosen by
+    `pretrained_rates.py`, on `validation`.
+    """
 
     model: nn.Module
-    evaluate: Callable[[nn.Module], float]
+    evaluate: Callable[[nn.Module, int], float]
+    """Judges a model by so many samples."""
     quality: str
+    few: int
+    """Samples that most cells of the table are judged by."""
+    all: int
+    """Samples that there are."""
     calibration: list[Any]
     """Batches (inputs, target) to calibrate on, the first few of which correct sequentially."""
     loss: Callable[[Any, Any], Tensor]
     """What calibration differentiates: it needs no labels."""
     correction: int
     """How many of the batches correct sequentially."""
-    healing: list[Any]
+    healing: Callable[[], Iterable[Any]]
+    """Makes the batches to heal on."""
+    validation: list[Any]
     soft_loss: SoftLoss
+    hidden: tuple[str, ...]
+    """Modules whose outputs are compared with the original's while healing."""
     lr: float
 
 
@@ -51,58 +64,96 @@ def loader(folder: Path) -> Any:
 
 def language_model(folder: Path) -> Case:
     load = loader(folder / "stories15m")
-    windows, judged = load.windows("calib"), load.windows("eval")[:32]
-    calibration = [({"input_ids": part}, None) for part in windows[:64].split(4)]
-    pieces = windows.reshape(-1, 128)[torch.randperm(2 * len(windows), generator=seeded())]
+    model, windows, judged = load.load(), load.windows("calib"), load.windows("eval")
+    windows, held_out = windows[:-32], windows[-32:]
+
+    def healing() -> list[Any]:
+        told = torch.cat([windows, written_by(model, 512)]).reshape(-1, 128)
+        told = told[torch.randperm(len(told), generator=seeded())]
+        return [({"input_ids": part}, None) for part in told.split(4)]
+
     return Case(
-        load.load(),
-        lambda model: math.exp(load.evaluate(model, judged)),
-        "perplexity, 32 windows of 256 tokens",
-        calibration,
+        model,
+        lambda judged_model, count: math.exp(load.evaluate(judged_model, judged[:count])),
+        "perplexity by windows of 256 tokens",
+        32,
+        128,
+        [({"input_ids": part}, None) for part in windows[:64].split(4)],
         own_scores,
         6,
-        [({"input_ids": part}, None) for part in pieces.split(2)],
+        healing,
+        [({"input_ids": part}, None) for part in held_out.split(4)],
         scores_loss,
+        (),
         1e-3,
     )
+
+
+@torch.no_grad()
+def written_by(model: Any, count: int) -> Tensor:
+    """Return windows of 256 tokens that a language model draws from itself."""
+    torch.manual_seed(0)
+    begin = torch.ones(64, 1, dtype=torch.int64)
+    parts = [
+        model.generate(begin, max_new_tokens=255, min_new_tokens=255, do_sample=True, top_k=0,
+                       pad_token_id=2)
+        for _ in range(count // 64)
+    ]  # fmt: skip
+    return torch.cat(parts)
+
+
+class Augmented:
+    """Batches of images that are moved and mirrored at random, differently each time."""
+
+    def __init__(self, images: Tensor, size: int, prepare: Callable[[Tensor], Tensor]) -> None:
+        self._images, self._size, self._prepare = images, size, prepare
+        self._random = seeded()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, None]]:
+        order = torch.randperm(len(self._images), generator=self._random)
+        for part in self._images[order].split(self._size):
+            yield self._moved(self._prepare(part)), None
+
+    def _moved(self, images: Tensor) -> Tensor:
+        padded = F.pad(images, (4, 4, 4, 4))
+        moves = torch.randint(0, 9, (len(images), 2), generator=self._random).tolist()
+        mirrored = torch.rand(len(images), generator=self._random) < 0.5
+        images = torch.stack(
+            [image[:, y : y + 32, x : x + 32] for image, (y, x) in zip(padded, moves, strict=True)]
+        )
+        return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
 
 
 def resnet(depth: int) -> Callable[[Path], Case]:
     def case(folder: Path) -> Case:
         load = loader(folder / "resnet-cifar10")
         (x, _), (test_x, test_y) = load.cifar("train"), load.cifar("test")
-        x = x[torch.randperm(len(x), generator=seeded())[:16000]]
-        test_x, test_y = test_x[:500], test_y[:500]
+        x = x[torch.randperm(len(x), generator=seeded())]
 
         @torch.inference_mode()
-        def accuracy(model: nn.Module) -> float:
+        def accuracy(model: nn.Module, count: int) -> float:
             model.eval()
-            hits = [
-                (model(load.normalise(part)).argmax(1) == y).sum()
-                for part, y in zip(test_x.split(250), test_y.split(250), strict=True)
-            ]
-            return 100 * float(sum(hits)) / len(test_y)
+            parts = zip(test_x[:count].split(250), test_y[:count].split(250), strict=True)
+            hits = [(model(load.normalise(part)).argmax(1) == y).sum() for part, y in parts]
+            return 100 * float(sum(hits)) / count
 
-        prepared = load.normalise(x[:128])
         return Case(
             load.load(depth),
             accuracy,
-            "% correct, first 500 test images",
-            [(part, None) for part in prepared.split(64)],
+            "% correct of CIFAR-10's test images",
+            2000,
+            10000,
+            [(load.normalise(part), None) for part in x[:1024].split(128)],
             own_scores,
             2,
-            [(mirrored(load.normalise(part)), None) for part in x.split(32)],
+            lambda: Augmented(x[:-2000], 64, load.normalise),
+            [(load.normalise(part), None) for part in x[-2000:].split(250)],
             scores_loss,
+            ("layer1", "layer2", "layer3"),
             1e-3,
         )
 
     return case
-
-
-def mirrored(images: Tensor) -> Tensor:
-    """Mirror every other image: the training data is known to the model by heart."""
-    images[::2] = images[::2].flip(-1)
-    return images
 
 
 def sentence_encoder(folder: Path) -> Case:
@@ -110,19 +161,20 @@ def sentence_encoder(folder: Path) -> Case:
     model, tokenizer = load.load()
     first, second, _ = load.stsb("train")
     texts = sorted(set(first + second), key=len)
-    order = torch.randperm(len(texts) // 16, generator=seeded()).tolist()
+    order = torch.randperm(len(texts) // 32, generator=seeded()).tolist()
 
     def batch(index: int) -> tuple[Any, None]:
-        part = texts[16 * index : 16 * index + 16]  # of about one length: hardly any padding
+        part = texts[32 * index : 32 * index + 32]  # of about one length: hardly any padding
         return dict(tokenizer(part, padding=True, truncation=True, return_tensors="pt")), None
 
     one, other, wanted = load.stsb("test")
-    judged = torch.randperm(len(one), generator=seeded())[:200].tolist()
+    shuffled = torch.randperm(len(one), generator=seeded()).tolist()
 
-    def correlation(judged_model: nn.Module) -> float:
+    def correlation(judged_model: nn.Module, count: int) -> float:
+        judged = shuffled[:count]
         texts = [one[i] for i in judged] + [other[i] for i in judged]
         vectors = load.embed(judged_model, tokenizer, texts)
-        return load.spearman((vectors[:200] * vectors[200:]).sum(1), wanted[judged])
+        return load.spearman((vectors[:count] * vectors[count:]).sum(1), wanted[judged])
 
     def embedding(output: Any) -> Tensor:
         return F.normalize(output.last_hidden_state.mean(1), dim=1)
@@ -132,33 +184,44 @@ def sentence_encoder(folder: Path) -> Case:
             output, teacher
         )
 
-    healing = [batch(index) for index in order]
+    batches = [batch(index) for index in order]
     return Case(
         model,
         correlation,
-        "Spearman correlation, 200 pairs of STS-B test",
-        healing[:32],
+        "Spearman correlation, pairs of STS-B test",
+        500,
+        len(one),
+        batches[:16],
         lambda output, _: own_values(embedding(output)),
-        32,
-        healing,
+        16,
+        lambda: batches[:-16],
+        batches[-16:],
         soft,
+        (),
         5e-4,
     )
 
 
 def speaker_encoder(folder: Path) -> Case:
     load = loader(folder / "resemblyzer-lstm")
-    x = load.mels("calib")[0]
+    x, utterance, _ = load.mels("calib")
+    held_out = utterance >= 230
+    validation, x = x[held_out], x[~held_out]
     x = x[torch.randperm(len(x), generator=seeded())]
+    count = len(load.mels("test")[0])
     return Case(
         load.load(),
-        lambda model: 100 * load.window_eer(model),
+        lambda model, _: 100 * load.window_eer(model),
         "% equal error rate, windows of 1.6 s",
+        count,
+        count,
         [(part, None) for part in x[:256].split(32)],
         lambda output, _: own_values(output),
         4,
-        [(part, None) for part in x.split(32)],
+        lambda: [(part, None) for part in x.split(32)],
+        [(part, None) for part in validation.split(32)],
         values_loss,
+        (),
         1e-3,
     )
 
@@ -168,9 +231,9 @@ def seeded() -> torch.Generator:
 
 
 CASES: dict[str, Callable[[Path], Case]] = {
-    "speaker encoder": speaker_encoder,
     "language model": language_model,
-    "ResNet-20": resnet(20),
-    "sentence encoder": sentence_encoder,
     "ResNet-56": resnet(56),
+    "sentence encoder": sentence_encoder,
+    "speaker encoder": speaker_encoder,
+    "ResNet-20": resnet(20),
 }

@@ -87,6 +87,29 @@ def test_own_batches_and_no_correction(llama, own, tmp_path):
     assert (tmp_path / "out" / "lod.safetensors").is_file()
 
 
+@pytest.mark.parametrize("command", ["compress", "heal"])
+def test_a_killed_command_goes_on(llama, own, tmp_path, command, monkeypatch):
+    module = next(own.glob("own_*.py")).stem
+    data, small, out = ["--data", f"{module}:ids"], tmp_path / "small", tmp_path / "out"
+    limits = ["--max-params", "0.95", "--quiet"]
+    arguments = ["compress", llama, *data, *limits, "--out", out]
+    if command == "heal":
+        assert lod_command("compress", llama, *data, *limits, "--out", small) == 0
+        arguments = ["heal", small, "--teacher", llama, *data, "--steps", "2", "--out", out]
+
+    def killed(*_: object) -> None:
+        raise SystemExit(137)
+
+    unfinished = tmp_path / "out.unfinished"
+    with monkeypatch.context() as patched:
+        patched.setattr("maestro_lod.integrations.huggingface.save_pretrained", killed)
+        assert lod_command(*arguments) == 137
+    assert any(unfinished.glob("*.safetensors"))
+    assert lod_command(*arguments) == 0
+    assert (out / "lod.safetensors").is_file()
+    assert not unfinished.exists()
+
+
 def test_a_recipe_becomes_an_elastic_file_and_onnx(own, tmp_path, capsys):
     out = tmp_path / "out"
     limits = ["--max-params", "0.6", "--to", "onnx", "--heal", "2"]

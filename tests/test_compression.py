@@ -79,6 +79,41 @@ def test_a_tied_pair_is_compressed_if_asked_to():
     assert model(ids[0]).shape == (8, 12, 40)
 
 
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "killed_in", ["calibrating", "decomposing", "correcting", "healing", "healed"]
+)
+def test_a_killed_compression_ends_as_if_it_had_not_been(killed_in, tmp_path):
+    original, data = trained()
+    whole = copy.deepcopy(original)
+    options = {"max_params": 0.5, "healing": 4}
+    expected = compress(whole, data, **options)
+
+    def kill(what: str, done: int, of: int) -> None:
+        if what == killed_in and done == max(1, of - 1):
+            raise Killed
+
+    interrupted, kept = copy.deepcopy(original), tmp_path / "kept"
+    if killed_in == "healed":
+        compress(interrupted, data, keep=kept, **options)
+    else:
+        with pytest.raises(Killed):
+            compress(interrupted, data, keep=kept, progress=kill, **options)
+    told: set[str] = set()
+    model = copy.deepcopy(original)
+    found = compress(model, data, keep=kept, progress=lambda what, *_: told.add(what), **options)
+    assert found == expected
+    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    parts = ["calibrating", "decomposing", "correcting", "healing", "healed"]
+    again = {"calibrating", "correcting", "healing"} & set(parts[parts.index(killed_in) :])
+    assert told == {"decomposing", *again}  # layers are exchanged anew, by factors that were kept
+    with pytest.raises(OptionError, match="unfinished work of another call"):
+        compress(copy.deepcopy(original), data, max_params=0.4, keep=kept)
+
+
 def test_nonsense_is_refused_before_anything_changes(snapshot):
     model, data = trained()
     before = snapshot(model)

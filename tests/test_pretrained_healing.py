@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import maestro_lod as lod
-from maestro_lod.errors import DataError, MaestroError, OptionError
+from maestro_lod.errors import CheckpointError, DataError, LayerError, MaestroError, OptionError
 from maestro_lod.pretrained.healing import heal
 from maestro_lod.pretrained.outputs import (
     own_outputs,
@@ -83,6 +83,58 @@ def test_what_transformers_calls_logits_is_compared_as_scores():
     assert own_outputs(scores).ndim == own_outputs(hidden).ndim == 0
     with pytest.raises(OptionError, match="2 tensors"):
         values_loss((torch.ones(1), torch.ones(2)), (torch.ones(1), torch.ones(2)))
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("sizes", ["only", "below", [{"0": 6}, {"0": 3, "3": 3}]])
+def test_a_killed_healing_ends_as_if_it_had_not_been(sizes, tmp_path):
+    teacher, data, fresh = teacher_and_data()
+    whole, kept = cut(teacher, data), tmp_path / "healing.safetensors"
+    expected = heal(whole, data, teacher=teacher, steps=60, sizes=sizes)
+
+    def kill(step: int, loss: float) -> None:
+        if step == 57:
+            raise Killed
+
+    with pytest.raises(Killed):
+        heal(cut(teacher, data), data, teacher=teacher, steps=60, sizes=sizes, checkpoint=kept,
+             progress=kill)  # fmt: skip
+    model, steps = cut(teacher, data), list[int]()
+    losses = heal(model, data, teacher=teacher, steps=60, sizes=sizes, checkpoint=kept,
+                  progress=lambda step, _: steps.append(step))  # fmt: skip
+    assert steps == list(range(51, 61))
+    assert losses == expected
+    torch.testing.assert_close(model(fresh), whole(fresh), rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match="another healing"):
+        heal(cut(teacher, data, 7), data, teacher=teacher, steps=60, sizes=sizes, checkpoint=kept)
+
+
+def test_hidden_states_are_compared_if_asked_to():
+    teacher, data, fresh = teacher_and_data()
+    distances = []
+    for hidden in ((), ("2",)):
+        model = cut(teacher, data, 4)
+        heal(model, data, teacher=teacher, steps=150, lr=5e-3, sizes="only", hidden=hidden)
+        with torch.no_grad():
+            distances.append(float(values_loss(model.eval()[:3](fresh), teacher[:3](fresh))))
+    assert distances[1] < 0.9 * distances[0]
+    with pytest.raises(LayerError, match="hidden='9'"):
+        heal(model, data, teacher=teacher, steps=1, hidden=["9"])
+
+
+def test_norms_have_the_statistics_of_the_healed_model():
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    data = [torch.randn(32, 20) + 1 for _ in range(4)]
+    teacher(torch.cat(data))
+    model = cut(teacher.eval(), data, 4)
+    heal(model, data, teacher=teacher, steps=20, sizes="only")
+    assert not any(module.training for module in model.modules())
+    seen = torch.stack([model[0](x).mean(0) for x in data]).mean(0)
+    torch.testing.assert_close(model[1].running_mean, seen)
 
 
 def test_progress_and_seed():

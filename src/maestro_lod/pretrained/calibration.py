@@ -14,6 +14,7 @@ from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import unwrapped
 from maestro_lod.layers.registry import low_rank_type
 from maestro_lod.planning import Plan, Tied, Where
+from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.observer import LARGEST_OUTPUT, Moments, Observer
 from maestro_lod.pretrained.whitening import energies, whitened_factors
 from maestro_lod.structure import Fill
@@ -28,8 +29,8 @@ keyword arguments."""
 class Calibration:
     """What the layers of a model see, by name; made by `calibrate`."""
 
-    def __init__(self, layers: Mapping[str, LowRank]) -> None:
-        self._layers = dict(layers)
+    def __init__(self, layers: Mapping[str, LowRank], kept: Kept | None = None) -> None:
+        self._layers, self._kept = dict(layers), kept or Kept()
         self.moments = {name: Moments() for name in layers}
 
     @property
@@ -58,7 +59,11 @@ class Calibration:
                 return by_weights(name, dense, rank)
             assert kind is not None
             return kind.from_dense(
-                dense, rank, split=lambda w, r: whitened_factors(w, r, seen.inputs, seen.outputs)
+                dense,
+                rank,
+                split=lambda w, r: self._kept.part(
+                    f"factors of {name}", lambda: whitened_factors(w, r, seen.inputs, seen.outputs)
+                ),
             )
 
         return filled
@@ -94,14 +99,16 @@ def calibrate(
     skip: Where | None = None,
     tied: Tied = "keep",
     memory: int = 2**31,
+    kept: Kept | None = None,
 ) -> Calibration:
     """Run a dense model over batches and return what its layers see; changes nothing.
 
     With `loss(output, target)` the gradients of each layer's outputs are seen too: errors then
-    count by what they do to the loss, and layers can be compared. Moments take at most `memory`
-    bytes at a time, else the batches are gone through several times. Layers that no batch reaches,
-    and experts without tokens, are named in a warning and will be split by their weights alone;
-    values that are not finite are refused.
+    count by what they do to the loss, and layers can be compared. Moments that take more than
+    `memory` bytes are made part by part, each in a pass over the batches, and wait in temporary
+    files. Layers that no batch reaches, and experts without tokens, are named in a warning and will
+    be split by their weights alone; values that are not finite are refused. Moments and factors are
+    `kept` if that is given.
     """
     model = unwrapped(model)
     plan = Plan(model, only=only, skip=skip, ranks=None, tied=tied)
@@ -109,18 +116,35 @@ def calibrate(
     if not layers:
         raise LayerError(f"no layer of {type(model).__name__} can be calibrated.")
     data = list(batches) if isinstance(batches, Iterator) else batches
-    found = Calibration(layers)
-    found.moments |= {head: Moments() for head in plan.heads}  # until they join their embeddings
-    for part in _parts(layers, memory, gradients=loss is not None):
-        _pass(Observer(model, plan, part, found.moments, gradients=loss is not None), data, loss)
-    for head, embedding in plan.heads.items():
-        found.moments[embedding].join_head(found.moments.pop(head))
+    found, kept = Calibration(layers, kept), kept or Kept()
+    moments = kept.part("calibration", lambda: _seen(model, plan, layers, data, loss, memory))
+    found.moments = {name: Moments(**of) for name, of in moments.items()}
     if found.unseen:
         warnings.warn(
             f"no calibration sample reached {listed(found.unseen)}: split by weights alone.",
             stacklevel=2,
         )
     return found
+
+
+def _seen(
+    model: nn.Module,
+    plan: Plan,
+    layers: Mapping[str, LowRank],
+    batches: Batches,
+    loss: Loss | None,
+    memory: int,
+) -> dict[str, dict[str, Any]]:
+    """Return the moments of all layers, as plain values."""
+    moments = {name: Moments() for name in (*layers, *plan.heads)}
+    parts = list(_parts(layers, memory, gradients=loss is not None))
+    for part in parts:
+        _pass(Observer(model, plan, part, moments, gradients=loss is not None), batches, loss)
+        for name in part if len(parts) > 1 else ():
+            moments[name].to_disk()
+    for head, embedding in plan.heads.items():
+        moments[embedding].join_head(moments.pop(head))
+    return {name: vars(of) for name, of in moments.items()}
 
 
 def _empty(dense: nn.Module) -> LowRank:

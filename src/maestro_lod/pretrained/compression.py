@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -17,6 +18,7 @@ from maestro_lod.planning import Tied, survey
 from maestro_lod.pretrained.allocation import choose_ranks
 from maestro_lod.pretrained.calibration import Batches, Calibration, calibrate, split_batch
 from maestro_lod.pretrained.healing import heal
+from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.outputs import SoftLoss, own_outputs
 from maestro_lod.pretrained.sequential import correct
 from maestro_lod.surgery import decompose
@@ -53,6 +55,7 @@ def compress(
     sequential: bool = True,
     healing: int = 0,
     soft_loss: SoftLoss | None = None,
+    keep: Path | None = None,
     progress: Progress = lambda what, done, of: None,
 ) -> Compressed:
     """Cut a pretrained model to a limit, in place; it stays low-rank, with ordered ranks.
@@ -61,30 +64,74 @@ def compress(
     target)` says how much outputs count; by default the model's own, which need no targets:
     `maestro_lod.pretrained.outputs.own_scores` is better for class scores that are a plain tensor.
     `sequential` fits the layers in order to the original, `healing` is for so many steps, with
-    `soft_loss` as in `heal`. Both keep a copy of the original; without them layers are exchanged
-    one by one, and the dense model is never there twice.
+    `soft_loss` as in `heal`. Both keep a copy of the original; without them the dense model is
+    never there twice. `keep` is a directory for what is finished: after a kill the same call goes
+    on there.
     """
     require_limits({"max_params": max_params})
     require_whole("healing", healing)
     model, data = unwrapped(model), list(batches)
     if not data:
         raise DataError("there is nothing to compress by: the data has no batch.")
+    said = {"max_params": max_params, "tied": tied, "sequential": sequential, "healing": healing}
+    kept = Kept(keep, {**said, "batches": len(data)})
     teacher = copy.deepcopy(model) if sequential or healing else None
-    seen = calibrate(model, _Counted(data, progress), loss=loss, tied=tied)
-    _decompose_one_by_one(model, seen, tied, progress)
-    costs = Costs(model, None)
-    ranks = choose_ranks(model, seen, max_params=max_params)
-    cut(model, ranks)
-    if sequential and teacher is not None:
-        few = data[:_CORRECTED_ON]
-        correct(model, teacher, few, calibration=seen,
-                progress=lambda done, of: progress("correcting", done, of))  # fmt: skip
+    done = _cut(model, data, max_params, loss, tied, kept, progress)
+    if teacher is not None and sequential:
+        _correct(model, teacher, data, done.seen, kept, progress)
     else:
         recalibrate(model, [(split_batch(batch)[0], None) for batch in data])
-    if healing and teacher is not None:
+    if teacher is not None and healing:
         heal(model, data, teacher=teacher, steps=healing, soft_loss=soft_loss,
-             progress=lambda done, _: progress("healing", done, healing))  # fmt: skip
-    return Compressed(ranks, costs.at(ranks).params, costs.dense.params)
+             checkpoint=kept.file("healing"),
+             progress=lambda step, _: progress("healing", step, healing))  # fmt: skip
+    return Compressed(done.ranks, done.costs.at(done.ranks).params, done.costs.dense.params)
+
+
+class _Cut(NamedTuple):
+    """What is known of a model that was cut."""
+
+    ranks: dict[str, int]
+    costs: Costs
+    seen: Calibration
+
+
+def _cut(
+    model: nn.Module,
+    data: list[Any],
+    max_params: float,
+    loss: Loss,
+    tied: Tied,
+    kept: Kept,
+    progress: Progress,
+) -> _Cut:
+    """Calibrate and decompose a model, and cut it to the ranks that lose least."""
+    seen = calibrate(model, _Counted(data, progress), loss=loss, tied=tied, kept=kept)
+    names = list(survey(model, tied=tied).ranks)
+    for number, name in enumerate(names):  # one by one: a dense one is gone before the next is made
+        decompose(model, only=lambda layer, _, name=name: layer == name, tied=tied,
+                  calibration=seen)  # fmt: skip
+        progress("decomposing", number + 1, len(names))
+    costs = Costs(model, None)
+    ranks = kept.part("ranks", lambda: choose_ranks(model, seen, max_params=max_params))
+    cut(model, ranks)
+    return _Cut(ranks, costs, seen)
+
+
+def _correct(
+    model: nn.Module,
+    teacher: nn.Module,
+    data: list[Any],
+    seen: Calibration,
+    kept: Kept,
+    progress: Progress,
+) -> None:
+    def corrected() -> dict[str, Any]:
+        correct(model, teacher, data[:_CORRECTED_ON], calibration=seen,
+                progress=lambda done, of: progress("correcting", done, of))  # fmt: skip
+        return model.state_dict()
+
+    model.load_state_dict(kept.part("corrected", corrected))
 
 
 class _Counted:
@@ -97,14 +144,3 @@ class _Counted:
         for number, batch in enumerate(self._data):
             yield batch
             self._progress("calibrating", number + 1, len(self._data))
-
-
-def _decompose_one_by_one(
-    model: nn.Module, seen: Calibration, tied: Tied, progress: Progress
-) -> None:
-    """Exchange layer after layer, so that a dense one is gone before the next is made."""
-    names = list(survey(model, tied=tied).ranks)
-    for number, name in enumerate(names):
-        decompose(model, only=lambda layer, _, name=name: layer == name, tied=tied,
-                  calibration=seen)  # fmt: skip
-        progress("decomposing", number + 1, len(names))

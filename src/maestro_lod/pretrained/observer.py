@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,15 @@ class Moments:
             setattr(self, what, moment.double())
         else:
             known += moment
+
+    def to_disk(self) -> None:
+        """Let tensors of a CPU lie in temporary files: what nobody reads needs no memory then."""
+        for what in ("inputs", "outputs"):
+            if (known := getattr(self, what)) is not None and known.device.type == "cpu":
+                with tempfile.NamedTemporaryFile(prefix="lod-moments-") as file:
+                    size, dtype = known.numel(), known.dtype
+                    mapped = torch.from_file(file.name, shared=True, size=size, dtype=dtype)
+                setattr(self, what, mapped.view_as(known).copy_(known))
 
     def join_head(self, head: Moments) -> None:
         """Take over what was seen of an output head that uses the rows of this embedding too.

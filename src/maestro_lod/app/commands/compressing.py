@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from maestro_lod.pretrained.calibration import split_batch
 from maestro_lod.pretrained.compression import Progress as Report
 from maestro_lod.pretrained.compression import compress as compressed
 from maestro_lod.pretrained.healing import heal as healed
+from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.outputs import own_outputs, own_scores, scores_loss
 
 _FORMATS = ("safetensors", "onnx")
@@ -72,7 +74,8 @@ def compress(
     """Cut a pretrained model to a limit, by data and without training.
 
     Writes the model with all smaller sizes in it (for maestro_lod's from_pretrained, or load), and
-    with --to onnx a file that needs no library.
+    with --to onnx a file that needs no library. What is finished is kept beside the directory until
+    all is written: after a kill, the same command goes on.
 
     Examples:
 
@@ -89,9 +92,10 @@ def compress(
         done = compressed(
             model, inputs, max_params=limit, tied=tied, sequential=not fast, healing=heal,
             loss=own_scores if scores else own_outputs, soft_loss=scores_loss if scores else None,
-            progress=report,
+            keep=_unfinished(out), progress=report,
         )  # fmt: skip
     _write(model, out, formats, inputs)
+    shutil.rmtree(_unfinished(out))
     say(f"{done}\nwritten to {out}")
 
 
@@ -118,12 +122,15 @@ def heal(
     original = _extra("maestro_lod.pretrained.directory").open_model(teacher)
     model = saved.from_pretrained(directory)
     inputs = _batches(data, teacher, batches)
+    kept = Kept(_unfinished(out), {"of": directory, "data": data, "steps": steps, "only": only})
     with _bars(quiet) as report:
         losses = healed(
             model, inputs, teacher=original, steps=steps, sizes="only" if only else "below",
+            checkpoint=kept.file("healing"),
             progress=lambda done, _: report("healing", done, steps),
         )  # fmt: skip
     saved.save_pretrained(model, out)
+    shutil.rmtree(_unfinished(out))
     tenth = max(1, steps // 10)
     first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
     say(f"distance to the original: {first:.4g} at first, {last:.4g} at last\nwritten to {out}")
@@ -139,6 +146,11 @@ def _require_formats(to: list[str] | None) -> list[str]:
 def _require_new(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OptionError(f"--out {out} is there already: give a new directory.")
+
+
+def _unfinished(out: Path) -> Path:
+    """Return where finished parts are kept until all is written."""
+    return out.with_name(f"{out.name}.unfinished")
 
 
 def _opened(source: str, data: str | None, count: int) -> tuple[nn.Module, list[Any], bool]:
