@@ -50,6 +50,8 @@ class Case:
     hidden: tuple[str, ...]
     """Modules whose outputs are compared with the original's while healing."""
     lr: float
+    left_alone: tuple[str, ...] = ()
+    """Parameters that were not cut and are not healed."""
 
 
 def loader(folder: Path) -> Any:
@@ -68,7 +70,7 @@ def language_model(folder: Path) -> Case:
     windows, held_out = windows[:-32], windows[-32:]
 
     def healing() -> list[Any]:
-        told = torch.cat([windows, written_by(model, 512)]).reshape(-1, 128)
+        told = torch.cat([windows, written_by(model, 128)]).reshape(-1, 128)
         told = told[torch.randperm(len(told), generator=seeded())]
         return [({"input_ids": part}, None) for part in told.split(4)]
 
@@ -86,6 +88,7 @@ def language_model(folder: Path) -> Case:
         scores_loss,
         (),
         1e-3,
+        ("model.embed_tokens.weight",),
     )
 
 

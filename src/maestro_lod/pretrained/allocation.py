@@ -38,36 +38,41 @@ def choose_ranks(
     as for `frontier`, several allocations are measured on its batch and the best is returned.
     """
     model = unwrapped(model)
-    require_limits({"max_params": max_params})
-    costs, energies = Costs(model, None), energies_of(model, calibration)
-    whole = not isinstance(max_params, numbers.Integral)
-    limit = int(max_params * costs.dense.params if whole else max_params)
-    chosen = [_within(limit, costs, energies, x) for x in (_EXPONENTS if loss else _EXPONENTS[:1])]
+    layers = require_low_rank(model)
+    costs, energies = Costs(model, None), energies_of(layers, calibration)
+    stored = {name: energies[name][: layer.rank] for name, layer in layers.items()}
+    chosen = [
+        ranks_within(max_params, costs, stored, exponent)
+        for exponent in (_EXPONENTS if loss else _EXPONENTS[:1])
+    ]
     if loss is None or chosen.count(chosen[0]) == len(chosen):
         return chosen[0]
     measured = frontier(model, loss, ranks=chosen, cost="params").points[1:]
     return dict(min(measured, key=lambda point: point.loss).ranks)
 
 
-def energies_of(model: nn.Module, calibration: Calibration) -> dict[str, Tensor]:
-    """Return how much each stored rank of a decomposed model contributes, layer by layer.
+def energies_of(layers: Mapping[str, nn.Module], calibration: Calibration) -> dict[str, Tensor]:
+    """Return how much each rank of layers contributes, be they low-rank or still dense.
 
     With gradients that is what the loss is estimated to lose without the rank; else the share of
     the layer's outputs, as if all layers mattered the same.
     """
     found = {}
-    for name, layer in require_low_rank(model).items():
-        energy = calibration.energies(name, layer)[: layer.rank]
+    for name, layer in layers.items():
+        energy = calibration.energies(name, layer)
         if not calibration.has_gradients:
             energy = energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)
         found[name] = energy
     return found
 
 
-def _within(
-    limit: int, costs: Costs, energies: Mapping[str, Tensor], exponent: float
+def ranks_within(
+    max_params: float, costs: Costs, energies: Mapping[str, Tensor], exponent: float = 1.0
 ) -> dict[str, int]:
-    """Return the ranks whose missing energies have the least sum."""
+    """Return the ranks within a limit whose missing energies have the least sum."""
+    require_limits({"max_params": max_params})
+    share = not isinstance(max_params, numbers.Integral)
+    limit = int(max_params * costs.dense.params if share else max_params)
     scaled = {
         name: energy * float(energy.sum()) ** (exponent - 1.0) if energy.any() else energy
         for name, energy in energies.items()

@@ -8,22 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from maestro_lod.cost import Costs
 from maestro_lod.deploy.limits import require_limits
 from maestro_lod.errors import DataError, require_whole
 from maestro_lod.layers.ranks import unwrapped
-from maestro_lod.planning import Tied, survey
-from maestro_lod.pretrained.allocation import choose_ranks
+from maestro_lod.planning import Plan, Tied
+from maestro_lod.pretrained.allocation import energies_of, ranks_within
 from maestro_lod.pretrained.calibration import Batches, Calibration, calibrate, split_batch
 from maestro_lod.pretrained.healing import heal
 from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.outputs import SoftLoss, own_outputs
 from maestro_lod.pretrained.sequential import correct
+from maestro_lod.structure import restructure, uninitialized
 from maestro_lod.surgery import decompose
 from maestro_lod.train.evaluate import Loss, recalibrate
-from maestro_lod.train.shrink import cut
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is, and of how much."""
@@ -64,16 +65,15 @@ def compress(
     target)` says how much outputs count; by default the model's own, which need no targets:
     `maestro_lod.pretrained.outputs.own_scores` is better for class scores that are a plain tensor.
     `sequential` fits the layers in order to the original, `healing` is for so many steps, with
-    `soft_loss` as in `heal`. Both keep a copy of the original; without them the dense model is
-    never there twice. `keep` is a directory for what is finished: after a kill the same call goes
-    on there.
+    `soft_loss` as in `heal`. Both hold a copy of the original; without them nothing is there twice.
+    `keep` is a directory for what is finished: after a kill the same call goes on there.
     """
     require_limits({"max_params": max_params})
-    require_whole("healing", healing)
     model, data = unwrapped(model), list(batches)
     if not data:
         raise DataError("there is nothing to compress by: the data has no batch.")
-    said = {"max_params": max_params, "tied": tied, "sequential": sequential, "healing": healing}
+    said = {"max_params": max_params, "tied": tied, "sequential": sequential,
+            "healing": require_whole("healing", healing)}  # fmt: skip
     kept = Kept(keep, {**said, "batches": len(data)})
     teacher = copy.deepcopy(model) if sequential or healing else None
     done = _cut(model, data, max_params, loss, tied, kept, progress)
@@ -105,17 +105,34 @@ def _cut(
     kept: Kept,
     progress: Progress,
 ) -> _Cut:
-    """Calibrate and decompose a model, and cut it to the ranks that lose least."""
+    """Calibrate a model, choose the ranks that lose least, and decompose it to those."""
     seen = calibrate(model, _Counted(data, progress), loss=loss, tied=tied, kept=kept)
-    names = list(survey(model, tied=tied).ranks)
-    for number, name in enumerate(names):  # one by one: a dense one is gone before the next is made
-        decompose(model, only=lambda layer, _, name=name: layer == name, tied=tied,
-                  calibration=seen)  # fmt: skip
-        progress("decomposing", number + 1, len(names))
-    costs = Costs(model, None)
-    ranks = kept.part("ranks", lambda: choose_ranks(model, seen, max_params=max_params))
-    cut(model, ranks)
+    costs = _costs(model, tied)
+    ranks: dict[str, int] = kept.part(
+        "ranks",
+        lambda: ranks_within(max_params, costs, energies_of(_dense_layers(model, tied), seen)),
+    )
+    for number, (name, rank) in enumerate(ranks.items()):  # a layer is gone before the next is made
+        decompose(model, only=lambda layer, _, name=name: layer == name, ranks={name: rank},
+                  tied=tied, calibration=seen)  # fmt: skip
+        progress("decomposing", number + 1, len(ranks))
     return _Cut(ranks, costs, seen)
+
+
+def _costs(model: nn.Module, tied: Tied) -> Costs:
+    """Return what a dense model costs at any ranks once it is decomposed."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        for p in model.parameters()
+    }
+    shapes = copy.deepcopy(model, memo)  # without memory of its own
+    structure = Plan(shapes, only=None, skip=None, ranks=None, tied=tied).structure()
+    return Costs(restructure(shapes, structure, fill=uninitialized), None)
+
+
+def _dense_layers(model: nn.Module, tied: Tied) -> dict[str, nn.Module]:
+    plan = Plan(model, only=None, skip=None, ranks=None, tied=tied)
+    return {name: plan.dense[name] for name in plan.wanted()}
 
 
 def _correct(

@@ -61,15 +61,16 @@ def heal(
     of modules that `hidden` names are compared by their distance too. `sizes` is "below" to train,
     beside the model, ranks of it that are sampled as LoD does, so that all smaller sizes stay good;
     "only" to train the model alone; or a list of ranks to be trained in turn. Dropout is off;
-    BatchNorms see each batch by itself and get statistics of the data at the end. `checkpoint` is
-    a file that is written every 50 steps: with one that is there already, healing goes on where it
-    was. `progress` is told the number of steps that are done, and the loss.
+    BatchNorms keep their statistics while one size is healed, see each batch by itself if there are
+    several, and get statistics of the data at the end. `checkpoint` is a file that is written every
+    50 steps: with one that is there already, healing goes on. `progress` is told the number of
+    steps that are done, and the loss.
     """
     model, data = unwrapped(model), _repeatable(data)
     lesson = _Lesson(model, unwrapped(teacher), soft_loss, hidden)
     pupil = _Pupil(model, steps, lr, sizes, seed)
     pupil.go_on_from(checkpoint)
-    with lesson.going_on():
+    with lesson.going_on(several=sizes != "only"):
         for inputs in itertools.islice(_forever(data), len(pupil.losses), steps):
             pupil.step(*lesson.on(inputs))
             pupil.keep(checkpoint)
@@ -100,7 +101,7 @@ class _Lesson:
         self._said: dict[tuple[nn.Module, str], Any] = {}
 
     @contextmanager
-    def going_on(self) -> Iterator[None]:
+    def going_on(self, *, several: bool) -> Iterator[None]:
         """Put both into the right mode inside the `with` block, and listen."""
         with (
             in_mode(self._teacher, training=False),
@@ -108,7 +109,7 @@ class _Lesson:
             ExitStack() as hooks,
         ):
             for module in self._model.modules():
-                module.training = isinstance(module, _BatchNorm)
+                module.training = several and isinstance(module, _BatchNorm)
             for whole, name in itertools.product((self._teacher, self._model), self._hidden):
                 hooks.callback(self._listen(whole, name))
             yield

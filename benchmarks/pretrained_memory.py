@@ -1,0 +1,142 @@
+"""What memory and time does it take to calibrate a language model, and to decompose a large one?
+
+    python benchmarks/pretrained_memory.py MODELS_DIR
+    python benchmarks/pretrained_memory.py --billion
+
+The first calibrates the language model of `pretrained_models.py` on 64 × 256 tokens. The second
+makes a Llama of 1.1 billion random weights and decomposes it at a quarter of the rank, block after
+block from the last one: what earlier blocks see is then still the original's. Memory is the peak of
+the resident set above what was there before the model. Writes results/pretrained_memory.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleaved import RESULTS, write
+from pretrained_models import loader
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import maestro_lod as lod
+from maestro_lod.pretrained.calibration import calibrate
+
+MB = 2**20
+SEVEN_BILLION = {"width": 4096, "hidden": 11008, "blocks": 32}
+
+
+def resident(line: str) -> float:
+    """Return a line of this process's status, such as VmRSS or its peak VmHWM, in MB."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(rf"{line}:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measured(work: Callable[[], object], before: float) -> dict[str, float]:
+    """Run work; returns its time, and the peak of the memory above what was there before."""
+    forget_peak()
+    cpu, wall = time.process_time(), time.perf_counter()
+    work()
+    return {
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "seconds": round(time.perf_counter() - wall, 1),
+        "peak_mb": round(resident("VmHWM") - before, 1),
+    }
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def calibration(folder: Path) -> dict[str, Any]:
+    """Calibrate the language model by its inputs, a window at a time, 4 MB of moments in a pass."""
+    load = loader(folder / "stories15m")
+    windows = load.windows("calib")[:64]
+    tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                       num_attention_heads=2, vocab_size=16)  # fmt: skip
+    calibrate(LlamaForCausalLM(tiny), [{"input_ids": torch.ones(1, 4, dtype=torch.int64)}])
+    before = resident("VmRSS")
+    model = load.load()
+    size = bytes_of(model) / MB
+    batches = [{"input_ids": window[None], "logits_to_keep": 1} for window in windows]
+    largest = max(m.in_features for n, m in model.named_modules()
+                  if isinstance(m, nn.Linear) and n != "lm_head")  # fmt: skip
+    limit = 1.5 * size + 8 * largest**2 / MB
+    found = measured(lambda: calibrate(model, batches, memory=6 * MB), before)
+    return {"model_mb": round(size, 1), "limit_mb": round(limit, 1), **found}
+
+
+def billion() -> dict[str, Any]:
+    """Decompose a Llama of 1.1 billion random weights at a quarter of the rank."""
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+        num_key_value_heads=4, vocab_size=32000,
+    )  # fmt: skip
+    before = resident("VmRSS")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    size, params = bytes_of(model), sum(p.numel() for p in model.parameters())
+    batches = [{"input_ids": torch.randint(0, 32000, (2, 64)), "logits_to_keep": 1}]
+
+    def work() -> None:
+        for number in reversed(range(config.num_hidden_layers)):
+            lod.decompose(model, only=f"model.layers.{number}", ranks=0.25, calibration=batches)
+            print(f"block {number}, peak {resident('VmHWM'):.0f} MB", flush=True)
+
+    found = measured(work, before)
+    blocks = config.num_hidden_layers
+    return {
+        "params": params, "model_mb": round(size / MB), **found,
+        "seven_billion": extrapolated(found, 2048, 5632, blocks, size / MB),
+    }  # fmt: skip
+
+
+def extrapolated(
+    found: dict[str, float], width: int, hidden: int, blocks: int, size: float
+) -> dict[str, float]:
+    """Estimate the same for 7 billion weights: time as the work on all matrices, cubic in sides."""
+
+    def work(width: int, hidden: int, blocks: int) -> float:
+        return blocks * (4 * width**3 + 3 * width**2 * hidden + width * hidden**2)
+
+    large = SEVEN_BILLION
+    more = work(large["width"], large["hidden"], large["blocks"]) / work(width, hidden, blocks)
+    covariance = 8 * (large["hidden"] ** 2 - hidden**2) / MB
+    return {
+        "cpu_hours": round(found["cpu_seconds"] * more / 3600, 1),
+        "peak_gb_float32": round((found["peak_mb"] - size + 4 * 6.74e9 / MB + covariance) / 1024),
+        "peak_gb_bfloat16": round((found["peak_mb"] - size + 2 * 6.74e9 / MB + covariance) / 1024),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", type=Path, nargs="?")
+    parser.add_argument("--billion", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    kept = RESULTS / "pretrained_memory.json"
+    answer = json.loads(kept.read_text())["answer"] if kept.exists() else {}
+    if options.billion:
+        answer["billion"] = billion()
+    if options.models is not None:
+        answer["calibration"] = calibration(options.models)
+    print(json.dumps(answer, indent=1))
+    write("pretrained_memory", answer)
+
+
+if __name__ == "__main__":
+    main()
