@@ -14,6 +14,7 @@ import argparse
 import copy
 import functools
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -30,12 +31,14 @@ from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.pretrained.allocation import choose_ranks
 from maestro_lod.pretrained.calibration import Calibration, calibrate
 from maestro_lod.pretrained.healing import Sizes, heal
+from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.sequential import correct
 from maestro_lod.train.evaluate import recalibrate
 
 SHARES = (0.9, 0.8, 0.7, 0.5, 0.3)
 FULLY_JUDGED = 0.7  # by all data that there is to judge by
 STEPS = 500  # of healing
+_MOST_SECONDS = math.inf
 PAGE = Path(__file__).parent.parent / "docs" / "pretrained.md"
 START, END = "<!-- benchmarks/pretrained.py -->\n", "<!-- end -->"
 
@@ -43,12 +46,13 @@ START, END = "<!-- benchmarks/pretrained.py -->\n", "<!-- end -->"
 class Bench:
     """One model, decomposed in the ways that are compared."""
 
-    def __init__(self, case: Case, answer: dict[str, Any], keep: Callable[[], None]) -> None:
+    def __init__(
+        self, case: Case, answer: dict[str, Any], keep: Callable[[], None], unfinished: Path | None
+    ) -> None:
         self.case, self.answer, self.keep = case, answer, keep
-        start = time.process_time()
-        self.inputs_only = calibrate(case.model, case.calibration)
-        answer.setdefault("calibration_cpu_seconds", round(time.process_time() - start, 1))
-        self.seen = calibrate(case.model, case.calibration, loss=case.loss)
+        self.unfinished = unfinished
+        self.kept = Kept(unfinished, {"quality": case.quality})
+        self.seen = calibrate(case.model, case.calibration, loss=case.loss, kept=self.kept)
         self.elastic = lod.decompose(copy.deepcopy(case.model), calibration=self.seen)
         costs, layers = Costs(self.elastic, None), low_rank_layers(self.elastic)
         self.decomposed = sum(layer.dense_weights for layer in layers.values())
@@ -80,6 +84,10 @@ class Bench:
         self.keep()
 
     # -- the ways ------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def inputs_only(self) -> Calibration:
+        return calibrate(self.case.model, self.case.calibration)
 
     @functools.cache  # noqa: B019
     def uniformly(self, rule: str) -> nn.Module:
@@ -133,12 +141,17 @@ class Bench:
             copy.deepcopy(self.case.model), ranks=self.ranks(share), calibration=self.seen
         )
         batches = self.case.calibration[: self.case.correction]
-        correct(model, self.case.model, batches, calibration=self.seen)
+
+        def corrected() -> dict[str, Any]:
+            correct(model, self.case.model, batches, calibration=self.seen)
+            return model.state_dict()
+
+        model.load_state_dict(self.kept.part(f"corrected {share}", corrected))
         return self.normed(model)
 
     def healed(self, share: float, steps: int) -> nn.Module:
         model = self.corrected(share)
-        self.heal(model, steps, "only")
+        self.heal(model, steps, "only", f"healing {share} {steps}")
         return self.normed(model)
 
     @functools.cache  # noqa: B019
@@ -147,7 +160,7 @@ class Bench:
         sizes = [self.ranks(share) for share in SHARES]
         most = {name: max(ranks[name] for ranks in sizes) for name in sizes[0]}
         model = lod.decompose(copy.deepcopy(self.case.model), ranks=most, calibration=self.seen)
-        self.heal(model, STEPS, sizes)
+        self.heal(model, STEPS, sizes, "healing together")
         return model
 
     def of_all_sizes(self, share: float) -> nn.Module:
@@ -157,13 +170,14 @@ class Bench:
     def healing(self) -> Iterable[Any]:
         return self.case.healing()
 
-    def heal(self, model: nn.Module, steps: int, sizes: Sizes) -> None:
+    def heal(self, model: nn.Module, steps: int, sizes: Sizes, name: str) -> None:
         case = self.case
         for name in case.left_alone:
             model.get_parameter(name).requires_grad_(False)
         heal(
             model, self.healing, teacher=case.model, steps=steps, lr=case.lr, sizes=sizes,
-            soft_loss=case.soft_loss, hidden=case.hidden, progress=_tell,
+            soft_loss=case.soft_loss, hidden=case.hidden,
+            checkpoint=self.kept.file(name), progress=_tell,
         )  # fmt: skip
 
     def normed(self, model: nn.Module) -> nn.Module:
@@ -174,6 +188,8 @@ class Bench:
 def _tell(step: int, loss: float) -> None:
     if step % 50 == 0:
         print(f"  step {step}: {loss:.4g}", flush=True)
+        if time.process_time() > _MOST_SECONDS:
+            raise SystemExit(75)  # to be continued by the same command
 
 
 RULES = ("magnitude pruning", "ASVD's rule", "SVD-LLM's rule")
@@ -231,8 +247,12 @@ def main() -> None:
     parser.add_argument("--only", choices=CASES, action="append")
     parser.add_argument("--shares", type=float, nargs="+", choices=SHARES, default=SHARES)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--unfinished", type=Path, help="Where half a cell is kept.")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="CPU time to stop after.")
     parser.add_argument("--table", action="store_true", help="Only write the page.")
     options = parser.parse_args()
+    global _MOST_SECONDS
+    _MOST_SECONDS = options.seconds
     torch.set_num_threads(1)
     torch.manual_seed(0)
     kept = RESULTS / "pretrained.json"
@@ -240,7 +260,10 @@ def main() -> None:
     for name in () if options.table else options.only or CASES:
         print(name, flush=True)
         case = CASES[name](options.models)
-        bench = Bench(case, answer.setdefault(name, {}), lambda: write("pretrained", answer))
+        unfinished = options.unfinished and options.unfinished / name
+        bench = Bench(
+            case, answer.setdefault(name, {}), lambda: write("pretrained", answer), unfinished
+        )
         for way in options.ways:
             for share in options.shares:
                 bench.run(way, share)

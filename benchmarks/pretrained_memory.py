@@ -6,7 +6,8 @@
 The first calibrates the language model of `pretrained_models.py` on 64 × 256 tokens. The second
 makes a Llama of 1.1 billion random weights and decomposes it at a quarter of the rank, block after
 block from the last one: what earlier blocks see is then still the original's. Memory is the peak of
-the resident set above what was there before the model. Writes results/pretrained_memory.json.
+the resident set above what was there before the model; MALLOC_MMAP_THRESHOLD_=65536 in the
+environment makes the C library give freed memory back. Writes results/pretrained_memory.json.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved import RESULTS, write
 from pretrained_models import loader
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -128,12 +128,16 @@ def main() -> None:
     parser.add_argument("--billion", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    measured_now = {}
+    if options.billion:
+        measured_now["billion"] = billion()
+    if options.models is not None:
+        measured_now["calibration"] = calibration(options.models)
+    from interleaved import RESULTS, write  # not before: it keeps memory that was freed
+
     kept = RESULTS / "pretrained_memory.json"
     answer = json.loads(kept.read_text())["answer"] if kept.exists() else {}
-    if options.billion:
-        answer["billion"] = billion()
-    if options.models is not None:
-        answer["calibration"] = calibration(options.models)
+    answer |= measured_now
     print(json.dumps(answer, indent=1))
     write("pretrained_memory", answer)
 

@@ -49,7 +49,7 @@ def tried(bench: Bench, known: dict[str, Any]) -> None:
             if name not in known:
                 model = copy.deepcopy(start)
                 bench.case = dataclasses.replace(given, lr=lr, hidden=hidden)
-                bench.heal(model, STEPS, "only")
+                bench.heal(model, STEPS, "only", name)
                 known[name] = distance(bench, bench.normed(model))
                 print(f"{name}: {known[name]:.4g}", flush=True)
                 bench.keep()
@@ -68,7 +68,7 @@ def main() -> None:
         print(name, flush=True)
         known = answer.setdefault(name, {})
         case = CASES[name](options.models)
-        tried(Bench(case, {"dense": {}}, lambda: write("pretrained_rates", answer)), known)
+        tried(Bench(case, {"dense": {}}, lambda: write("pretrained_rates", answer), None), known)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ class LowRankConv(AnyConv):
     def input_rows(self, *inputs: Any) -> Iterator[Rows]:
         x = self._batched(inputs[0])
         size = max(1, self.positions_of(x[:1]) * self.groups * self.matrix_shape[1])
-        for part in x.split(max(1, _SCALARS_AT_ONCE // size)):
+        for part in torch.split(x, max(1, _SCALARS_AT_ONCE // size)):
             yield self._by_group(self._patches(part, self._paddings()))
 
     def output_rows(self, output: Tensor, *inputs: Any) -> Rows:

@@ -38,7 +38,7 @@ class Calibration:
         """What no sample reached, layers and experts of layers: split by their weights alone."""
         found = []
         for name, seen in self.moments.items():
-            reached = [] if seen.inputs is None else seen.inputs.flatten(1).any(1).tolist()
+            reached = [] if seen.reached is None else seen.reached.tolist()
             if not any(reached) and seen.outputs is None:
                 found.append(name)
             elif not all(reached):
@@ -62,7 +62,7 @@ class Calibration:
                 dense,
                 rank,
                 split=lambda w, r: self._kept.part(
-                    f"factors of {name}", lambda: whitened_factors(w, r, seen.inputs, seen.outputs)
+                    f"{name} at rank {r}", lambda: whitened_factors(w, r, seen.inputs, seen.outputs)
                 ),
             )
 

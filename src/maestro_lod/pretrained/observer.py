@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,8 @@ class Moments:
     outputs: Tensor | None = None
     """The same for the gradients of the outputs, (groups, m, m); of embeddings and wide outputs
     the diagonal alone, (groups, m). None means that all outputs count the same."""
+    reached: Tensor | None = None
+    """Which groups got any input."""
     count: int = 0
     """At how many positions the layer was used, or its experts together."""
     has_gradients: bool = False
@@ -37,6 +40,9 @@ class Moments:
 
     def add(self, what: str, moment: Tensor) -> None:
         known = getattr(self, what)
+        if what == "inputs":
+            now = moment.flatten(1).any(1)
+            self.reached = now if self.reached is None else self.reached | now
         if known is None:
             setattr(self, what, moment.double())
         else:
@@ -46,10 +52,7 @@ class Moments:
         """Let tensors of a CPU lie in temporary files: what nobody reads needs no memory then."""
         for what in ("inputs", "outputs"):
             if (known := getattr(self, what)) is not None and known.device.type == "cpu":
-                with tempfile.NamedTemporaryFile(prefix="lod-moments-") as file:
-                    size, dtype = known.numel(), known.dtype
-                    mapped = torch.from_file(file.name, shared=True, size=size, dtype=dtype)
-                setattr(self, what, mapped.view_as(known).copy_(known))
+                setattr(self, what, _on_disk(known))
 
     def join_head(self, head: Moments) -> None:
         """Take over what was seen of an output head that uses the rows of this embedding too.
@@ -59,6 +62,7 @@ class Moments:
         """
         if head.inputs is None:
             return
+        self.reached = head.reached
         if self.inputs is not None and head.outputs is not None:
             looked_up = self.count / head.outputs.shape[1] * self.inputs
             self.inputs = head.outputs.mean() * head.inputs + looked_up
@@ -67,6 +71,16 @@ class Moments:
             self.inputs = head.inputs + usual * torch.eye(head.inputs.shape[1]).to(usual)
             self.has_gradients = False
         self.outputs = None
+
+
+def _on_disk(tensor: Tensor) -> Tensor:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(tensor.nbytes)
+        pages = mmap.mmap(file.fileno(), tensor.nbytes)
+    copied = torch.frombuffer(pages, dtype=tensor.dtype).view_as(tensor).copy_(tensor)
+    if hasattr(mmap, "MADV_DONTNEED"):
+        pages.madvise(mmap.MADV_DONTNEED)
+    return copied
 
 
 class Observer:
