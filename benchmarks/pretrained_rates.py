@@ -25,7 +25,7 @@ from torch import nn
 from maestro_lod.train.evaluate import call
 
 STEPS, SHARE = 60, 0.7
-RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)
 
 
 @torch.no_grad()
@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", type=Path)
     parser.add_argument("--only", choices=CASES, action="append")
+    parser.add_argument("--unfinished", type=Path, help="Where half a cell is kept.")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -67,8 +68,8 @@ def main() -> None:
     for name in options.only or [name for name in CASES if name != "ResNet-56"]:  # as ResNet-20
         print(name, flush=True)
         known = answer.setdefault(name, {})
-        case = CASES[name](options.models)
-        tried(Bench(case, {"dense": {}}, lambda: write("pretrained_rates", answer), None), known)
+        case, place = CASES[name](options.models), options.unfinished and options.unfinished / name
+        tried(Bench(case, {"dense": {}}, lambda: write("pretrained_rates", answer), place), known)
 
 
 if __name__ == "__main__":

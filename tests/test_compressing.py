@@ -112,12 +112,13 @@ def test_a_killed_command_goes_on(llama, own, tmp_path, command, monkeypatch):
 
 def test_a_recipe_becomes_an_elastic_file_and_onnx(own, tmp_path, capsys):
     out = tmp_path / "out"
-    limits = ["--max-params", "0.6", "--to", "onnx", "--heal", "2"]
+    limits = ["--max-params", "0.6", "--to", "onnx", "--int8", "--heal", "2"]
     assert lod_command("compress", "mine.yaml", *limits, "--out", out) == 0, capsys.readouterr()
     module = __import__(next(own.glob("own_*.py")).stem)
     model = load(out / "model.safetensors", into=module.build())
     assert set(lod.ranks(model)) == {"0", "2"}
-    assert (out / "model.onnx").stat().st_size > 0
+    for name in ("model.onnx", "model.int8.onnx"):
+        assert (out / name).stat().st_size > 0
 
 
 def test_mistakes_are_one_line_and_exit_code_two_or_one(llama, own, texts, tmp_path, capsys):
@@ -130,6 +131,7 @@ def test_mistakes_are_one_line_and_exit_code_two_or_one(llama, own, texts, tmp_p
         ((llama, *limit, *out), 2, "--data is missing"),
         ((llama, *data, "--max-params", "half", *out), 2, "is no amount"),
         ((llama, *data, *limit, "--to", "gguf", *out), 2, "--to gguf is not known"),
+        ((llama, *data, *limit, "--int8", *out), 2, "--int8 is for ONNX files"),
         ((llama, *data, *limit, "--out", tmp_path / "taken"), 2, "is there already"),
         ((tmp_path / "taken", *data, *limit, *out), 1, "has no config.json"),
         ((llama, "--data", f"{module}:nothing", *limit, *out), 2, "has no batch"),

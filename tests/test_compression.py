@@ -79,6 +79,36 @@ def test_a_tied_pair_is_compressed_if_asked_to():
     assert model(ids[0]).shape == (8, 12, 40)
 
 
+def test_one_sample_is_enough_to_compress_by():
+    teacher, data = trained()
+    model, sample = copy.deepcopy(teacher), data[0][:1]
+    compress(model, [sample], max_params=0.4)
+    plain = lod.extract(lod.decompose(copy.deepcopy(teacher)), 0.25)
+    assert distance(model, teacher, sample) < 0.01 * distance(plain, teacher, sample)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_half_and_is_healed(dtype):
+    teacher, data = trained()
+    teacher, data = teacher.to(dtype), [x.to(dtype) for x in data]
+    model = copy.deepcopy(teacher)
+    compress(model, data, max_params=0.4, healing=2)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert distance(model, teacher, data[0]) < 0.5
+
+
+def test_a_model_that_is_not_corrected_is_never_there_twice():
+    teacher, data = trained()
+    model, most = copy.deepcopy(teacher), []
+
+    def note(what: str, done: int, of: int) -> None:
+        most.append(count_params(model))
+
+    done = compress(model, data, max_params=0.5, sequential=False, progress=note)
+    assert max(most) == done.dense_params  # not even factors at full rank
+    assert most[-1] == count_params(model) < 0.6 * done.dense_params
+
+
 class Killed(BaseException):
     pass
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import AdamW
+from torch.utils._pytree import tree_map
 
 from maestro_lod.errors import (
     CheckpointError,
@@ -60,17 +61,17 @@ def heal(
     `maestro_lod.pretrained.outputs.scores_loss` is for scores that are a plain tensor. The outputs
     of modules that `hidden` names are compared by their distance too. `sizes` is "below" to train,
     beside the model, ranks of it that are sampled as LoD does, so that all smaller sizes stay good;
-    "only" to train the model alone; or a list of ranks to be trained in turn. Dropout is off;
-    BatchNorms keep their statistics while one size is healed, see each batch by itself if there are
-    several, and get statistics of the data at the end. `checkpoint` is a file that is written every
-    50 steps: with one that is there already, healing goes on. `progress` is told the number of
-    steps that are done, and the loss.
+    "only" to train the model alone; or a list of ranks to be trained in turn. Dropout is off, half
+    precision is healed in float32; BatchNorms keep their statistics while one size is healed, see
+    each batch by itself if there are several, and get statistics of the data at the end.
+    `checkpoint` is a file that is written every 50 steps: with one that is there already, healing
+    goes on. `progress` is told the number of steps that are done, and the loss.
     """
     model, data = unwrapped(model), _repeatable(data)
     lesson = _Lesson(model, unwrapped(teacher), soft_loss, hidden)
     pupil = _Pupil(model, steps, lr, sizes, seed)
-    pupil.go_on_from(checkpoint)
-    with lesson.going_on(several=sizes != "only"):
+    with lesson.going_on(several=sizes != "only"), _in_single_precision(model):
+        pupil.go_on_from(checkpoint)
         for inputs in itertools.islice(_forever(data), len(pupil.losses), steps):
             pupil.step(*lesson.on(inputs))
             pupil.keep(checkpoint)
@@ -128,16 +129,39 @@ class _Lesson:
         inputs = on_device(inputs, device_of(self._model))
         with torch.no_grad():
             wanted = call(self._teacher, inputs)
-        compare = self._soft_loss or soft_loss_for(wanted)
-        return lambda: call(
-            self._model, inputs
-        ), lambda output: compare(output, wanted) + self._hidden_loss()
+        compare, own = self._soft_loss or soft_loss_for(wanted), tree_map(_single, inputs)
+
+        def distance(output: Any) -> Tensor:
+            return compare(output, wanted) + self._hidden_loss()
+
+        return lambda: call(self._model, own), distance
 
     def _hidden_loss(self) -> Tensor | float:
         return sum(
             values_loss(self._said[self._model, name], self._said[self._teacher, name])
             for name in self._hidden
         ) / max(1, len(self._hidden))
+
+
+@contextmanager
+def _in_single_precision(model: nn.Module) -> Iterator[None]:
+    """Hold what is half as float32 inside: small steps would be rounded away."""
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [tensor.dtype for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = _single(tensor.data)
+    try:
+        yield
+    finally:
+        for tensor, dtype in zip(tensors, before, strict=True):
+            tensor.data = tensor.data.to(dtype)
+
+
+def _single(value: Any) -> Any:
+    """Return a tensor in at least float32, and anything else as it is."""
+    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return value.float()
+    return value
 
 
 def _repeatable(data: Batches) -> Iterable[Any]:

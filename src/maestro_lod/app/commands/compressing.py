@@ -61,6 +61,9 @@ def compress(
     to: Annotated[
         list[str] | None, typer.Option(help="safetensors or onnx; may be repeated.")
     ] = None,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="With --to onnx: also a file with weights in 8 bits.")
+    ] = False,
     batches: Count = 16,
     heal: Steps = 0,
     share_tied: Annotated[
@@ -83,7 +86,7 @@ def compress(
 
       lod compress ./llama --data stories.jsonl --max-params 0.5 --heal 500 --out small
     """
-    formats = _require_formats(to)
+    formats = _require_formats(to, int8)
     limit = amount_of(max_params, "--max-params")
     _require_new(out)
     model, inputs, scores = _opened(source, data, batches)
@@ -94,7 +97,7 @@ def compress(
             loss=own_scores if scores else own_outputs, soft_loss=scores_loss if scores else None,
             keep=_unfinished(out), progress=report,
         )  # fmt: skip
-    _write(model, out, formats, inputs)
+    _write(model, out, formats, inputs, int8)
     shutil.rmtree(_unfinished(out))
     say(f"{done}\nwritten to {out}")
 
@@ -136,10 +139,12 @@ def heal(
     say(f"distance to the original: {first:.4g} at first, {last:.4g} at last\nwritten to {out}")
 
 
-def _require_formats(to: list[str] | None) -> list[str]:
+def _require_formats(to: list[str] | None, int8: bool) -> list[str]:
     formats = [*dict.fromkeys(to or ["safetensors"])]
     if unknown := [name for name in formats if name not in _FORMATS]:
         raise OptionError(f"--to {listed(unknown)} is not known. Choose from {listed(_FORMATS)}.")
+    if int8 and "onnx" not in formats:
+        raise OptionError("--int8 is for ONNX files: give --to onnx too.")
     return formats
 
 
@@ -198,7 +203,7 @@ def _extra(module: str) -> Any:
         ) from None
 
 
-def _write(model: nn.Module, out: Path, formats: list[str], inputs: list[Any]) -> None:
+def _write(model: nn.Module, out: Path, formats: list[str], inputs: list[Any], int8: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
         _extra("maestro_lod.integrations.huggingface").save_pretrained(model, out)
@@ -208,6 +213,8 @@ def _write(model: nn.Module, out: Path, formats: list[str], inputs: list[Any]) -
         first = split_batch(inputs[0])[0]
         call: Call = as_call(tuple(first) if isinstance(first, list) else first)
         export(model, out / "model.onnx", example=call)
+        if int8:
+            export(model, out / "model.int8.onnx", example=call, quantize="int8")
 
 
 @contextmanager
