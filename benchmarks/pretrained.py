@@ -172,8 +172,8 @@ class Bench:
 
     def heal(self, model: nn.Module, steps: int, sizes: Sizes, name: str) -> None:
         case = self.case
-        for name in case.left_alone:
-            model.get_parameter(name).requires_grad_(False)
+        for fixed in case.left_alone:
+            model.get_parameter(fixed).requires_grad_(False)
         heal(
             model, self.healing, teacher=case.model, steps=steps, lr=case.lr, sizes=sizes,
             soft_loss=case.soft_loss, hidden=case.hidden,

@@ -30,6 +30,8 @@ import maestro_lod as lod
 from maestro_lod.pretrained.calibration import calibrate
 
 MB = 2**20
+PAGE = Path(__file__).parent.parent / "docs" / "pretrained.md"
+START, END = "<!-- benchmarks/pretrained_memory.py -->\n", "<!-- end of memory -->"
 SEVEN_BILLION = {"width": 4096, "hidden": 11008, "blocks": 32}
 
 
@@ -140,6 +142,30 @@ def main() -> None:
     answer |= measured_now
     print(json.dumps(answer, indent=1))
     write("pretrained_memory", answer)
+    head, rest = PAGE.read_text().split(START)
+    PAGE.write_text(head + START + told(answer) + END + rest.split(END, 1)[1])
+
+
+def told(answer: dict[str, Any]) -> str:
+    """Say in sentences what was measured."""
+    lines = []
+    if of := answer.get("calibration"):
+        lines.append(
+            f"Calibrating a language model of {of['model_mb']:.0f} MB on 64 windows of 256 tokens, "
+            f"one at a time: {of['cpu_seconds']:.0f} s of one core, at most {of['peak_mb']:.0f} MB "
+            f"with the model (1.5 times the model and the largest covariance: "
+            f"{of['limit_mb']:.0f} MB)."
+        )
+    if of := answer.get("billion"):
+        seven = of["seven_billion"]
+        lines.append(
+            f"{of['params']:,} random parameters ({of['model_mb']:,} MB) at a quarter of the rank: "
+            f"{of['cpu_seconds'] / 60:.0f} minutes of one core, at most {of['peak_mb']:,.0f} MB. "
+            f"For 7 billion that makes about {seven['cpu_hours']} hours of one core, and "
+            f"{seven['peak_gb_float32']} GB in float32 or {seven['peak_gb_bfloat16']} GB in "
+            "bfloat16."
+        )
+    return "".join(f"\n{line}\n" for line in lines) + "\n"
 
 
 if __name__ == "__main__":

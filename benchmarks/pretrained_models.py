@@ -87,7 +87,7 @@ def language_model(folder: Path) -> Case:
         [({"input_ids": part}, None) for part in held_out.split(4)],
         scores_loss,
         (),
-        1e-3,
+        2e-4,
         ("model.embed_tokens.weight",),
     )
 
@@ -201,7 +201,7 @@ def sentence_encoder(folder: Path) -> Case:
         batches[-16:],
         soft,
         (),
-        5e-4,
+        2e-4,
     )
 
 
@@ -225,7 +225,7 @@ def speaker_encoder(folder: Path) -> Case:
         [(part, None) for part in validation.split(32)],
         values_loss,
         (),
-        1e-3,
+        2e-4,
     )
 
 
