@@ -135,7 +135,7 @@ class Replay:
     # -- evaluating ----------------------------------------------------------------------------
 
     def _run(self, ranks: Mapping[str, int], changed: set[str]) -> float:
-        """Evaluate the loss; each pass replays what is over before it uses a changed layer."""
+        """Evaluate the loss; calls that end before a changed layer is used are not run again."""
         self._changed_now, self._change_met, self._replaying = changed, False, False
         self._used: set[str] = set()  # layers, in the pass that runs
         self._calls = [0]  # that were made by the loss and, one inside the other, by running calls
@@ -229,9 +229,11 @@ class Replay:
     # -- after the first evaluation ------------------------------------------------------------
 
     def _worth_keeping(self, memory: int) -> set[_Place]:
-        """Return the calls that a change can come after, though not after what they are part of.
+        """Return the calls whose outputs are worth remembering.
 
-        If memory does not suffice, the outer ones and among them the first ones.
+        Some low-rank layer is used after such a call, but before the call ends that it is part of:
+        otherwise the outer output is enough. If memory does not suffice, outer calls come first,
+        and among them early ones.
         """
         kept = set()
         for place, (_, size, layers) in sorted(self._seen.items(), key=lambda s: (len(s[0]), s[0])):

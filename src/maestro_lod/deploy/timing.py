@@ -81,7 +81,7 @@ def eager(model: nn.Module, call: Call) -> Callable[[], object]:
 def interleaved(
     variants: Mapping[Any, Callable[[], object]], *, rounds: int
 ) -> dict[Any, list[float]]:
-    """Time variants side by side: seconds per call, round by round, from a drawn one on.
+    """Time variants in turn: seconds per call by round, each round begun by a random one.
 
     What slows the machine down for a while meets all variants, so ratios within a round are
     steadier than times. A timing is the best of a few calls, since the machine may be interrupted.
