@@ -9,7 +9,6 @@ are stored once. `load` reads both.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from maestro_lod.contents import (
     plain_metadata,
     with_parameters,
 )
+from maestro_lod.deploy.limits import LIMITS
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.distributed.shard_files import fill_shards, write_by_the_first
@@ -135,10 +135,9 @@ def _ranks_within(
     metadata: Mapping[str, str], path: Path, ranks: Ranks | None, limits: dict[str, float]
 ) -> dict[str, int]:
     """Return the ranks of the best size within limits, by the frontier in the file."""
-    known = inspect.signature(Frontier.pick).parameters
     for limit in limits:
-        if limit not in known:
-            raise OptionError(f"load has no option {limit!r}.{nearest(limit, known)}")
+        if limit not in LIMITS:
+            raise OptionError(f"load has no option {limit!r}.{nearest(limit, LIMITS)}")
     if ranks is not None:
         raise OptionError(f"give ranks= or limits ({listed(limits)}), not both.")
     text = metadata.get("frontier")
