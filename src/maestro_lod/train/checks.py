@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.errors import LayerError, OptionError, TrainingError, listed
+from maestro_lod.errors import LayerError, OptionError, TrainingError, listed, require_nonnegative
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import require_low_rank
 
@@ -41,6 +41,13 @@ def require_trainable(model: nn.Module) -> None:
             f"{listed(made_so, 3)} were made in torch.inference_mode() and can never be trained. "
             "Make or load the model outside of it."
         )
+
+
+def require_threshold(threshold: float | None, *, needed: bool) -> float | None:
+    """Return the importance at or below which ranks are removed; None removes none."""
+    if threshold is None and needed:
+        raise OptionError("a budget has to remove ranks: leave threshold=None out.")
+    return None if threshold is None else require_nonnegative("threshold", threshold)
 
 
 def require_ranks_left(keep: Mapping[str, int], threshold: float | None, penalty: float) -> None:

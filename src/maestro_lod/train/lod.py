@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ from maestro_lod.train.budget import Landing
 from maestro_lod.train.checks import (
     require_ranks_left,
     require_ranks_to_train,
+    require_threshold,
     require_trainable,
 )
 from maestro_lod.train.elastic import Elastic, sampler_for
@@ -95,7 +96,7 @@ class LoD(Resumable):
     ) -> None:
         self.passes = Passes.of(sampling, full_pass, distill)
         budget = isinstance(strength := require_strength(penalty), Budget)
-        self.threshold = _require_threshold(threshold, needed=budget)
+        self.threshold = require_threshold(threshold, needed=budget)
         self.model = unwrapped(model)
         optimizer = self.optimizer = unwrapped_optimizer(optimizer)
         require_all_active(self.model, "training")
@@ -245,12 +246,11 @@ class LoD(Resumable):
         require_optimizer(self.model, self.optimizer)
         require_finite_parameters(self.model)
         keep = self._ranks_to_keep(last)
-        cost = self.ledger.epoch_cost(
-            self.model,
-            self._steps.chances(),
-            full_pass=self._steps.sampled * self.passes.full_pass,
-        )
-        lost = {} if self.threshold is None else self._cut(keep)
+        full_passes = self._steps.sampled * self.passes.full_pass
+        cost = self.ledger.epoch_cost(self.model, self._steps.chances(), full_pass=full_passes)
+        lost: dict[str, int] = {}
+        if self.threshold is not None:
+            lost = cut(self.model, keep, self.optimizer, self.ema, self._agreement.wrappers)
         self.ledger.epochs.append(cost)
         logger.info(
             "epoch %d: total rank %d, %d parameters; ranks removed: %s",
@@ -272,9 +272,6 @@ class LoD(Resumable):
         require_ranks_left(keep, self.threshold, self.penalty)
         self._steps.measure(self.ledger)
         return keep if self.landing is None else self.landing.end_epoch(self.model)
-
-    def _cut(self, keep: Mapping[str, int]) -> dict[str, int]:
-        return cut(self.model, keep, self.optimizer, self.ema, self._agreement.wrappers)
 
     def land(self) -> None:
         """Fit the budget now, whatever the plan: ranks too many become zero until end_epoch().
@@ -300,9 +297,3 @@ class LoD(Resumable):
     def training_cost(self) -> dict[str, float | None]:
         """Return what training has cost so far, relative to training the dense model."""
         return self.ledger.relative()
-
-
-def _require_threshold(threshold: float | None, *, needed: bool) -> float | None:
-    if threshold is None and needed:
-        raise OptionError("a budget has to remove ranks: leave threshold=None out.")
-    return None if threshold is None else require_nonnegative("threshold", threshold)
