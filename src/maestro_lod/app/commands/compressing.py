@@ -50,6 +50,15 @@ OwnData = Annotated[
 Formats = Annotated[list[str] | None, typer.Option(help="safetensors, onnx; may be repeated.")]
 Count = Annotated[int, typer.Option(min=1, help="Batches to calibrate on.")]
 NewDirectory = Annotated[Path, typer.Option(help="A new directory for the files.")]
+Int8 = Annotated[
+    bool, typer.Option("--int8", help="With --to onnx: also a file with weights in 8 bits.")
+]
+ShareTied = Annotated[
+    bool, typer.Option("--share-tied", help="Decompose an embedding that is tied to the head.")
+]
+Fast = Annotated[
+    bool, typer.Option("--fast", help="No correction: no copy of the model, less time.")
+]
 Steps = Annotated[int, typer.Option(min=0, help="Steps of healing by the original.")]
 
 
@@ -58,20 +67,12 @@ def compress(
     out: NewDirectory,
     max_params: Annotated[str, typer.Option(help="A share of the model (0.5), or a count.")],
     data: OwnData = None,
-    to: Annotated[
-        list[str] | None, typer.Option(help="safetensors or onnx; may be repeated.")
-    ] = None,
-    int8: Annotated[
-        bool, typer.Option("--int8", help="With --to onnx: also a file with weights in 8 bits.")
-    ] = False,
+    to: Formats = None,
+    int8: Int8 = False,
     batches: Count = 16,
     heal: Steps = 0,
-    share_tied: Annotated[
-        bool, typer.Option("--share-tied", help="Decompose an embedding that is tied to the head.")
-    ] = False,
-    fast: Annotated[
-        bool, typer.Option("--fast", help="No correction: no copy of the model, less time.")
-    ] = False,
+    share_tied: ShareTied = False,
+    fast: Fast = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Cut a pretrained model to a limit, by data and without training.
