@@ -57,6 +57,17 @@ def fixed() -> nn.Module:
     return wide()
 
 
+def attentive(width: int = 64) -> nn.Module:
+    return nn.Sequential(nn.MultiheadAttention(width, num_heads=4), nn.Linear(width, 10))
+
+
+def test_widths_that_a_function_of_ones_own_refuses_are_passed_over() -> None:
+    change = ["method=narrow", "model.name=tests.test_methods_narrow:attentive"]
+    recipe = load_recipe("digits", change)
+    model = recipe.settings.build(Builds(recipe, data_of(recipe)), torch.empty(1, 1, 28, 28))
+    assert model[1].in_features == 28  # a quarter of the params are there at 31, which 4 is not in
+
+
 @pytest.mark.parametrize(("function", "works"), [("wide", True), ("fixed", False)])
 def test_a_function_of_ones_own_needs_a_width(
     function: str, works: bool, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from maestro_lod.calls import Example
 from maestro_lod.cost import Cost, count_params
 from maestro_lod.counting import dense_macs
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import MaestroError, OptionError
 from maestro_lod.methods.sizes import Measure, SizedSettings
 from maestro_lod.methods.stages import Staged
 from maestro_lod.train.method import Builder, setting
@@ -56,7 +56,7 @@ def narrowed(builder: Builder, example: Example, share: float, measure: Measure)
     def at(width: int) -> int | None:
         try:
             models[width] = builder(width)
-        except OptionError:  # a width that does not fit the rest of the model
+        except MaestroError:  # a width that does not fit the rest of the model
             return None
         return size_of(models[width])
 
