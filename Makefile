@@ -17,19 +17,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # the demo alone needs far less than development does
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[demo]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[cli]'
 	touch $@
 
-DEMO := --set epochs=24 --set optimizer=adam --set optimizer.lr=0.003 --set schedule=cosine \
-	--set threads=1
-
-demo: $(VENV)/.demo  ## train a LeNet to a quarter of its size, cut every size, deploy one (a minute)
+demo: $(VENV)/.demo  ## train a LeNet to a quarter of its size, cut every size, deploy one (half a minute)
 	rm -rf demo
-	$(BIN)/lod train digits --set budget.params=25% $(DEMO) --out demo/digits
-	$(BIN)/lod train digits --set method=dense $(DEMO) --out demo/dense --quiet
-	$(BIN)/lod deploy demo/digits --max-params 15% --to pt2 --to safetensors --out demo/phone
-	$(BIN)/lod bench demo/digits --beside demo/dense
-	@echo "every size on a slider: demo/digits/report.html"
+	$(BIN)/lod demo
 
 test: $(VENV)/.installed  ## run all tests
 	$(BIN)/python -m pytest -n 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -481,7 +482,23 @@ def test_recipes_are_listed(lod: Lod) -> None:
     assert done.code == 0
     lines = done.out.splitlines()
     assert [line.split()[0] for line in lines] == recipe_names()
-    assert "scikit-learn's digits" in lines[0]
+    assert "LeNet on 8×8 digits" in lines[0]
+
+
+def test_the_demo_ends_with_a_table_and_a_report_with_a_slider(lod: Lod, tmp_path: Path) -> None:
+    done = lod("demo", "--out", "a demo")
+    assert done.code == 0, done.err
+    commands = [line for line in done.out.splitlines() if line.startswith("$ lod ")]
+    assert [shlex.split(line)[2] for line in commands] == ["train", "train", "deploy", "bench"]
+    table = done.out.split("$ lod bench")[1]
+    for row in ("run dense", "dense form", "as trained", "≤ 50% of MACs"):
+        assert re.search(rf"^{row} .* ms .* 0\.\d{{4}}$", table, re.MULTILINE), row
+    reached = json.loads((tmp_path / "a demo/digits/result.json").read_text())
+    assert reached["size"]["relative_params"] <= 0.25
+    deployed = json.loads((tmp_path / "a demo/phone/deploy.json").read_text())
+    assert deployed["params"] <= 0.15 * deployed["dense_params"]
+    assert 'type="range"' in (tmp_path / "a demo/digits/report.html").read_text()
+    assert lod("demo", "--out", "a demo").code == 2
 
 
 def test_summary_of_a_recipe_and_of_a_run(lod: Lod, finished: Path) -> None:

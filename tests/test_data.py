@@ -116,10 +116,10 @@ def test_senseless_options_are_refused(options: dict[str, Any], told: str):
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(sys.modules, "maestro_lod.app.data.digits", raising=False)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"digits needs the package sklearn: pip install"):
-        load_data("digits", batch=8)
+    monkeypatch.delitem(sys.modules, "maestro_lod.app.data.decoded", raising=False)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(DataError, match=r"mnist needs the package PIL: pip install"):
+        load_data("mnist", batch=8)
 
 
 def test_every_name_has_a_loader():

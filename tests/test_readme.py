@@ -6,8 +6,6 @@ import re
 import runpy
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -16,7 +14,6 @@ def readme() -> str:
 
 
 def test_the_example_runs_and_ends_smaller(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     code = re.search(r"```python\n(.*?)```", readme(), re.DOTALL).group(1)
     names: dict = {}

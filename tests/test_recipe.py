@@ -30,7 +30,7 @@ from maestro_lod.methods import METHODS
 from maestro_lod.methods.dense import DenseSettings
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "recipes.md"
-MINIMAL = {"model": "lenet", "data": "digits", "epochs": 1}
+MINIMAL = {"model": "lenet", "data": "digits", "epochs": 2}
 
 
 # -- those that come with the library ------------------------------------------------------------
@@ -51,7 +51,17 @@ def test_every_recipe_is_valid_and_described(name: str) -> None:
     assert recipe.description
     assert recipe.model.name in MODELS
     assert recipe.data.name in DATA
-    assert recipe.penalty > 0
+    as_in_the_paper = "as in the paper" in recipe.description
+    assert (recipe.penalty > 0) == as_in_the_paper  # whose λ they keep
+    assert (recipe.budget is not None) != as_in_the_paper  # the others land on a size
+
+
+def test_a_penalty_takes_the_place_of_a_recipes_budget_and_the_other_way_round() -> None:
+    for penalty in ("0", "1e-3"):
+        recipe = load_recipe("digits", [f"penalty={penalty}"])
+        assert (recipe.budget, recipe.penalty) == (None, float(penalty))
+    recipe = load_recipe("lenet-mnist", ["budget.params=25%"])
+    assert (recipe.budget.params, recipe.penalty) == (0.25, 0.0)
 
 
 def test_settings_of_the_paper() -> None:
@@ -78,7 +88,7 @@ def test_names_stand_for_mappings_and_the_rest_has_defaults() -> None:
         {
             "model": {"name": "lenet"},
             "data": {"name": "digits", "options": {}},
-            "epochs": 1,
+            "epochs": 2,
             "optimizer": "sgd",
             "schedule": {"name": "constant"},
             "loss": "cross_entropy",
@@ -104,7 +114,7 @@ def test_a_file_is_named_by_its_stem(tmp_path: Path) -> None:
         (" epochs = 3 ", "epochs", 3),
         ("penalty=128e-5", "penalty", 128e-5),
         ("penalty=0", "penalty", 0.0),
-        ("shrink=false", "shrink", False),
+        ("full_pass=true", "full_pass", True),
         ("clip_norm=null", "clip_norm", None),
         ("clip_norm=", "clip_norm", None),
         ("description=a = b", "description", "a = b"),
@@ -252,7 +262,7 @@ REFUSED = {
     "decompose.ranks={fc1: a}": "decompose.ranks: must be a rank, or a share of the full rank",
     "loss.options={}": "there is no setting 'loss.options'. Known: name.",
     "distill=true": "distill needs its teacher: set full_pass=true too.",
-    "epochs": "'epochs' is no setting: write key=value, such as penalty=1e-4.",
+    "epochs": "'epochs' is no setting: write key=value, such as budget.params=25%.",
     "=3": "'=3' is no setting",
     ".=3": "'.=3' is no setting",
     "epochs=[1": "the value in 'epochs=[1' is no valid YAML.",
@@ -291,6 +301,8 @@ def test_several_faults_are_counted() -> None:
         (["method=dense", "penalty=1e-3"], "method=dense has no use for penalty"),
         (["method=dense", "decompose.only=[fc1]"], "method=dense has no use for decompose"),
         (["method=dense", "full_pass=true"], "method=dense has no use for full_pass"),
+        (["method=imp", "epochs=1"], "method=imp trains in stages: give it 2 epochs or more"),
+        (["method=raregems", "epochs=1"], "method=raregems trains in stages: give it 2 epochs"),
         (["loss=mine:loss", "reduction=sum"], "reduction belong to loss=cross_entropy"),
         (["loss=mine:loss", "label_smoothing=0.1"], "belong to loss=cross_entropy"),
     ],

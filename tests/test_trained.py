@@ -32,7 +32,6 @@ from maestro_lod.deploy.points import Frontier
 from maestro_lod.errors import CheckpointError, LayerError, OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 
-pytest.importorskip("sklearn")
 TINY = ["--set", "data.limit=300", "--set", "epochs=3", "--set", "threads=1", "--quiet"]
 
 
@@ -394,6 +393,24 @@ def test_a_dense_run_is_searched_by_svd(tmp_path: Path) -> None:
     sizes = Frontier.load(directory / "frontier.json")
     assert sizes[0].ranks == {"conv1": 6, "conv2": 16, "fc1": 120, "fc2": 84, "fc3": 10}
     assert not low_rank_layers(Run.open(directory).trained()[0])
+
+
+def test_a_sparse_run_is_deployed_with_its_zeros(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, whole, cut = (str(tmp_path / name) for name in ("run", "whole", "cut"))
+    sparse = ("--set", "method=imp", "--set", "size=0.3", "--set", "epochs=2")
+    assert lod_program("train", "digits", *TINY, *sparse, "--out", run) == 0
+    assert lod_program("deploy", run, "--to", "safetensors", "--out", whole) == 0
+    assert "SVD" not in capsys.readouterr().out
+    trained, _ = Run.open(Path(run)).trained()
+    deployed = lod.load(f"{whole}/model.safetensors", into=LeNet())
+    for name, weight in trained.state_dict().items():
+        assert torch.equal(deployed.state_dict()[name], weight), name
+    assert (trained.fc1.weight == 0).float().mean() > 0.5
+    limit = ("--max-params", "20%")
+    assert lod_program("deploy", run, *limit, "--to", "safetensors", "--out", cut) == 0
+    assert "its size was cut by SVD" in capsys.readouterr().out
 
 
 def test_a_dense_run_stands_beside_the_sizes(

@@ -258,7 +258,7 @@ def test_a_recipe_without_validation_gets_some_and_says_so(tmp_path: Path):
     ("changes", "limits", "message"),
     [
         (["shrink=false"], {}, "with shrink=false no λ makes a model smaller"),
-        (["penalty=0"], {"largest": None}, "the recipe has penalty=0, no λ to start from"),
+        (["penalty=0"], {"largest": None}, "the recipe has no λ (penalty) to start from"),
         ([], {"max_params": 44_426}, "max_params=44426 is not below the dense model's 44426"),
         ([], {"max_params": 235}, "max_params=235 cannot be reached: with one rank in every layer"),
         (["min_rank=1"], {"max_params": 1106}, "or min_rank=1 of them"),

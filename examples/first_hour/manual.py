@@ -1,7 +1,8 @@
 """Text: the next character of Python's own manual, as its help() shows it; an LSTM."""
 
-import torch
 from pydoc_data.topics import topics
+
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -44,6 +44,10 @@ COMMANDS = {
         "results",
         "Print ranks, parameters and MACs of every layer, of a recipe's model or a finished run's.",
     ),
+    "demo": (
+        "demo",
+        "Show it all in half a minute: train to a size, cut every size, deploy one, compare.",
+    ),
     "recipes": ("listing", "List the recipes that come with the library."),
     "frontier": (
         "results",
@@ -105,7 +109,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Train a model once, low-rank with ordered ranks, and get every size out.",
-    epilog="Start with: [bold]lod train digits[/bold]",
+    epilog="Start with: [bold]lod demo[/bold]",
 )
 
 

@@ -173,6 +173,10 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         self.settings.require_optimizer(OPTIMIZERS[self.optimizer.name])
+        if self.epochs < (least := self.settings.least_epochs):
+            raise ValueError(
+                f"method={self.method} trains in stages: give it {least} epochs or more"
+            )
         own_loss = self.loss.name != "cross_entropy"
         if own_loss and (self.label_smoothing or self.reduction != "mean"):
             raise ValueError("label_smoothing and reduction belong to loss=cross_entropy")
@@ -269,7 +273,8 @@ def _outdated(settings: Mapping[str, Any], asked: set[str], source: str) -> set[
     """Return what a recipe says, but has no place beside what is asked for."""
     method = _explaining(source, method_of, settings)
     outdated = set(_keys_of_others(method)) if "method" in asked else set()
-    if any(settings.get(key) for key in asked & {*method.alternatives}):
+    # λ = 0 is a wish too: ordered ranks, and all of them stay
+    if any(key == "penalty" or settings.get(key) for key in asked & {*method.alternatives}):
         outdated |= {*method.alternatives}
     return outdated
 

@@ -28,14 +28,17 @@ def search_bar(quiet: bool) -> Iterator[Callable[[int, float], None]]:
     with progress_shown(not quiet):
         if quiet or not console.is_terminal:
             tell = Telling("searching sizes")
-            yield lambda count, share: tell(lambda: f"{count} sizes, down to {share:.2f}×")
+            yield lambda count, share: tell(lambda: _found(count, share))
             return
         columns = TextColumn("searching sizes"), BarColumn(), TextColumn("{task.fields[state]}")
         with Progress(*columns, console=console, transient=True) as bars:
             task = bars.add_task("", total=1.0, state="")
 
             def show(count: int, share: float) -> None:
-                state = f"{count} sizes, down to {share:.2f}×"
-                bars.update(task, completed=1.0 - share, state=state)
+                bars.update(task, completed=1.0 - share, state=_found(count, share))
 
             yield show
+
+
+def _found(count: int, share: float) -> str:
+    return f"{count} size{'s' * (count > 1)}, down to {share:.2f}×"

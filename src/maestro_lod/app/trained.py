@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -58,15 +59,16 @@ class Trained:
     run: Run
     model: nn.Module
     data: Data
-    low_rank: bool = True
-    """Whether the run's own model is low-rank, and so is its file."""
+    plain: nn.Module | None = None
+    """The run's own model where that is not low-rank, weight by weight: zeros stay zeros in it."""
 
     @classmethod
     def of(cls, run: Run) -> Trained:
         """Load a finished run; a dense model is decomposed by SVD, without any training."""
         model, data = run.trained()
-        low_rank = bool(low_rank_layers(model))
-        return cls(run, model if low_rank else decompose(model), data, low_rank)
+        if low_rank_layers(model):
+            return cls(run, model, data)
+        return cls(run, decompose(copy.deepcopy(model)), data, plain=model)
 
     def dense(self) -> nn.Module:
         """Return the model with every layer multiplied out."""
@@ -142,7 +144,7 @@ def find_frontier(
             "measured_on": {"loss": "training", "accuracy": held_out},
         }
         run.write_json("frontier.json", {**json.loads(found.to_json()), **of_model})
-        if trained.low_rank:  # one file, every size, and how to choose among them
+        if trained.plain is None:  # one file, every size, and how to choose among them
             save(trained.model, run.model_file, frontier=found)
         journal.unlink(missing_ok=True)
         write_report([run.directory], run.directory / "report.html")
@@ -202,8 +204,9 @@ def deploy(
     """
     require_deployable(limits, formats, out, int8=int8)
     require_whole("heal", heal)
+    cut = bool(limits or multiple or fast)
     return deploy_size(
-        trained.model,
+        trained.model if cut or trained.plain is None else trained.plain,
         frontier_of(trained, progress) if limits else None,
         out,
         example=trained.example(batch),

@@ -81,7 +81,7 @@ def _apply(change: str, settings: dict[str, Any]) -> None:
     key, equals, text = change.partition("=")
     *outer, last = key.strip().split(".")
     if not equals or not all((*outer, last)):
-        raise OptionError(f"{change!r} is no setting: write key=value, such as penalty=1e-4.")
+        raise OptionError(f"{change!r} is no setting: write key=value, such as budget.params=25%.")
     try:
         value = yaml.load(text, _Loader) if text.strip() else None
     except (yaml.YAMLError, ValueError, RecursionError):

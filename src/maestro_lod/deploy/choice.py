@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
@@ -16,6 +17,7 @@ from maestro_lod.deploy.measured import Latency
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.errors import OptionError, listed
 from maestro_lod.layers.lowrank import PlainForm
+from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.layers.ranks import ranks as ranks_of
 from maestro_lod.surgery import extract
 
@@ -41,6 +43,8 @@ def choose(
         require_limits(limits)
         if sizes is None:
             raise OptionError(f"{listed(limits)} need sizes to choose from: frontier(…).")
+    if not (low_rank_layers(model) or limits or fast or multiple):
+        return {}, None, copy.deepcopy(model)
     measured = latency(model, example) if fast or "max_latency" in limits else None
     if not limits or sizes is None:
         ranks = ranks_of(model)

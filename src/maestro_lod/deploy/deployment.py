@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import statistics
@@ -24,6 +25,7 @@ from maestro_lod.deploy.points import Frontier
 from maestro_lod.deploy.timing import ROUNDS, batch_of, drawn_call, eager, interleaved, ratios
 from maestro_lod.errors import LayerError, OptionError, OutputError, listed, nearest
 from maestro_lod.files import replacing, replacing_directory
+from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.shown import Telling
 from maestro_lod.table import table
 from maestro_lod.train.evaluate import device_of
@@ -142,7 +144,8 @@ def deploy_size(
     out = Path(out)
     require_usable(out, formats)
     ranks, point, plain = choose(model, sizes, limits, example, multiple, judge, fast=fast)
-    dense, test, unhealed = all_dense(model), test or (lambda plain: {}), None
+    dense = all_dense(model) if low_rank_layers(model) else copy.deepcopy(model)
+    test, unhealed = test or (lambda plain: {}), None
     if heal is not None:
         unhealed = test(plain)
         heal(plain)

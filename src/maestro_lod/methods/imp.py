@@ -26,6 +26,8 @@ from maestro_lod.train.method import RunPlan, setting
 class IMPSettings(SizedSettings):
     """A size, how much each pruning removes, and where weights are rewound to."""
 
+    least_epochs = 2
+
     prune: float = setting(0.2, "share of what is left that a round removes, or more", least=0.0)
     rewind: float = setting(0.02, "share of the first training to go back to", least=0.0)
 

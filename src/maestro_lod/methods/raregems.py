@@ -27,6 +27,8 @@ from maestro_lod.train.method import RunPlan, setting
 class RareGemsSettings(SizedSettings):
     """A size, and how the search goes."""
 
+    least_epochs = 2
+
     search_share: float = setting(0.5, "share of the run that searches", least=0.0)
     search_lr: float = setting(0.01, "learning rate of the scores, by Adam", least=0.0)
     search_decay: float = setting(1e-6, "of the squares of all scores", least=0.0)

@@ -108,6 +108,8 @@ class Settings(ABC):
 
     alternatives: ClassVar[tuple[str, ...]] = ()
     """Settings of which one is chosen: what is asked for later takes the place of the others."""
+    least_epochs: ClassVar[int] = 1
+    """Epochs that its stages need."""
 
     @classmethod
     def at_size(cls, size: float) -> dict[str, Any]:

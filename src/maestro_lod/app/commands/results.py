@@ -131,13 +131,17 @@ def deploy(
     limits |= {"max_latency": max_latency, "min_accuracy": min_accuracy}
     given = {key: value for key, value in limits.items() if value is not None}
     require_deployable(given, formats, out, int8=int8)
-    run = Run.open(directory, trust=trust)
+    trained = Trained.of(Run.open(directory, trust=trust))
     with search_bar(quiet) as progress:
         done = write_deployment(
-            Trained.of(run), given, formats, out, batch=batch, multiple=multiple,
+            trained, given, formats, out, batch=batch, multiple=multiple,
             int8=int8, fast=fast, heal=heal, progress=progress,
         )  # fmt: skip
     say(f"{done}\n\nwritten to {out}")
+    if done.point is not None and trained.plain is not None:
+        say(
+            "it was not trained low-rank: its size was cut by SVD, and zeros among its weights went"
+        )
     for name, why in done.left_out.items():
         complain(f"left out: {name}. {why}", 3)
     if done.left_out:

@@ -114,7 +114,7 @@ class Tuning:
 
     def _penalties(self, largest: float | None, smallest: float | None) -> tuple[float, float]:
         if largest is None and self._settings.penalty == 0.0:
-            raise OptionError("the recipe has penalty=0, no λ to start from: give the largest.")
+            raise OptionError("the recipe has no λ (penalty) to start from: give the largest.")
         high = self._largest() if largest is None else largest
         return high, high / 2**_HALVINGS if smallest is None else smallest
 
@@ -191,7 +191,7 @@ class Tuning:
     # -- one trial -------------------------------------------------------------------------------
 
     def _changed(self, penalty: float, lr: float | None = None) -> Recipe:
-        changes: dict[str, Any] = {"penalty": penalty}
+        changes: dict[str, Any] = {"penalty": penalty, "budget": None}
         if lr is not None:
             changes["optimizer"] = self.recipe.optimizer.model_copy(update={"lr": lr})
         return self.recipe.model_copy(update=changes)
