@@ -10,7 +10,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 ORDER = {
-    "Start": ["index", "quickstart", "own-model", "sizes", "deploy", "faq"],
+    "Start": ["index", "quickstart", "first-hour", "own-model", "sizes", "deploy", "output", "faq"],
     "Train": ["recipes", "tuning", "data", "models", "layers", "methods", "pretrained", "trainers"],
     "Integrations": ["huggingface", "federated", "scale"],
     "Behind it": ["idea", "reliability", "compare", "measured", "paper/index"],

@@ -24,6 +24,12 @@ SHARES = (0.5, 0.33, 0.25, 0.15, 0.1)
 NAMES = {"params": "params", "macs": "MACs"}
 ELASTIC, BUDGET, NARROW, SVD = "elastic", "budget", "narrower", "SVD of dense"
 HEALED = ", healed"
+SHOWN_FIRST = {
+    BUDGET: "trained to a budget",
+    NARROW: "narrower dense",
+    ELASTIC + HEALED: "one training, cut",
+}
+"""What the project's README shows, and how it names it."""
 ONCE = (ELASTIC, ELASTIC + HEALED, SVD, SVD + HEALED)
 """Lines that come of one training; the others need one per size."""
 
@@ -150,6 +156,16 @@ def figures(result: dict[str, Any]) -> dict[str, str]:
                 title=f"{task}: accuracy over {NAMES[kind]}",
                 across=f"{NAMES[kind]}, relative to dense", up="test accuracy, %",
             )  # fmt: skip
+    task, measured = next(iter(result.items()))
+    drawings["accuracy-against-size"] = svg(
+        {
+            title: curve
+            for name, title in SHOWN_FIRST.items()
+            if (curve := _curve(measured["lines"].get(name, {}).get("params", {})))
+        },
+        title=f"{task}: accuracy against size",
+        across="parameters, relative to dense", up="test accuracy, %",
+    )  # fmt: skip
     return drawings
 
 

@@ -218,7 +218,7 @@ def test_fit_knows_no_method_but_dense() -> None:
 @pytest.mark.parametrize(
     ("changes", "strength"),
     [
-        ([], 0.005),
+        ([], Budget(params=0.25)),
         (["penalty=1e-4"], 1e-4),
         (["pressure=64"], Pressure(64)),
         (["budget.params=0.2"], Budget(params=0.2)),
@@ -230,10 +230,7 @@ def test_fit_knows_no_method_but_dense() -> None:
 def test_what_is_asked_for_is_the_one_choice(changes: list[str], strength: Any) -> None:
     settings = load_recipe("digits", changes).settings
     assert isinstance(settings, LoDSettings)
-    if changes:
-        assert settings.strength == strength
-    else:
-        assert isinstance(settings.strength, float) and settings.strength > 0
+    assert settings.strength == strength
 
 
 @pytest.mark.parametrize(
@@ -254,7 +251,7 @@ def test_what_is_asked_for_is_the_one_choice(changes: list[str], strength: Any) 
 )
 def test_two_choices_at_once_are_one_clear_error(changes: list[str], message: str) -> None:
     with pytest.raises(OptionError) as error:
-        load_recipe("digits", changes)
+        load_recipe("lenet-mnist", changes)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -134,7 +134,7 @@ def test_settings_reach_the_training() -> None:
     assert (train.proximal, train.passes) == (True, Passes(full_pass=True, distill=True))
     assert train.sampler.strategy == "iid"
     assert train.ledger.dense_macs == 281_640
-    kept = Setup.of(digits("shrink=false")).method
+    kept = Setup.of(digits("penalty=0.5", "shrink=false")).method
     assert isinstance(kept, lod.LoD) and kept.threshold is None
 
 

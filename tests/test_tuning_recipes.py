@@ -388,7 +388,7 @@ def test_the_program_refuses_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
-    assert lod("tune", "digits", *arguments) == 2
+    assert lod("tune", "digits", "--set", "penalty=1e-3", *arguments) == 2
     shown, errors = capsys.readouterr()
     assert shown == ""
     assert message in errors

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from maestro_lod.app.recipe import Recipe
 from maestro_lod.app.run import Run
 from maestro_lod.app.setup import Setup
 from maestro_lod.train import progress as training
@@ -30,10 +29,6 @@ class Display:
         self._epochs = self._batches = 0
         self._refreshed = time.monotonic()
 
-    def prepare(self, recipe: Recipe) -> None:
-        """Say that something goes on, before data and model are there, which may take long."""
-        self._line(f"{recipe.recipe or recipe.model.name}: preparing data and model")
-
     def begin(self, run: Run, setup: Setup, progress: training.Progress) -> None:
         recipe = run.recipe
         self.begun = True
@@ -44,7 +39,7 @@ class Display:
             place = f"epoch {progress.epoch + 1}, batch {progress.batch + 1}"
             self._line(f"resuming {run.directory} at {place}")
         else:
-            self._line(setup.data.note)
+            self._line(f"{recipe.recipe or recipe.model.name}: {setup.data.note}")
             self._line(f"writing to {run.directory}")
         if self.console.is_terminal and not self.quiet:
             self._show_bars(progress)

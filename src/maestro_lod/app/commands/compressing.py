@@ -33,6 +33,7 @@ from maestro_lod.pretrained.compression import compress as compressed
 from maestro_lod.pretrained.healing import heal as healed
 from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.outputs import own_outputs, own_scores, scores_loss
+from maestro_lod.shown import Telling, progress_shown
 
 _FORMATS = ("safetensors", "onnx")
 
@@ -223,7 +224,13 @@ def _bars(quiet: bool) -> Iterator[Report]:
     """Show what is being done, how far it is, and how long it will take."""
     console = Console()
     if quiet or not console.is_terminal:
-        yield lambda what, done, of: None
+        telling: dict[str, Telling] = {}
+
+        def tell(what: str, done: int, of: int) -> None:
+            telling.setdefault(what, Telling(what))(lambda: f"{done} of {of}")
+
+        with progress_shown(not quiet):
+            yield tell
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     tasks: dict[str, Any] = {}

@@ -172,8 +172,6 @@ def _train(run: Run, quiet: bool) -> None:
     display = Display(Console(), quiet)
     again = f"lod resume {shlex.quote(str(run.directory))}"
     watchers = _watchers(run.recipe, display) if is_first() else []
-    if is_first():
-        display.prepare(run.recipe)
     with (
         stoppable(display, run.recipe, again, run.checkpoint.exists) as asked,
         together(run.recipe.device),
