@@ -368,7 +368,13 @@ def test_own_code_that_fails_shows_its_traceback_and_nothing_is_written(
 
 
 def test_own_code_that_fails_in_training_shows_its_traceback(lod: Lod) -> None:
-    parts = ["model=parts:model", "data=parts:data", "loss=parts:broken_loss", "epochs=1"]
+    parts = [
+        "model=parts:model",
+        "data=parts:data",
+        "loss=parts:broken_loss",
+        "epochs=1",
+        "penalty=0",
+    ]
     done = lod("train", "digits", "--out", "run", set=parts)
     assert done.code == 1
     assert done.err.startswith("Traceback") and "no attribute 'no_such_thing'" in done.err

@@ -17,7 +17,7 @@ from maestro_lod.app.display import Display
 from maestro_lod.app.recipe import load_recipe
 from maestro_lod.app.run import Interrupted, Run
 
-SMALL = ["data.limit=40", "batch=8", "epochs=2", "threads=1", "penalty=1e-3"]
+SMALL = ["data.limit=40", "batch=8", "epochs=2", "threads=1", "penalty=0"]
 LINE = re.compile(
     r"epoch [12]/2  validation loss \d\.\d{4}  accuracy \d+\.\d\d%  rank 236  params 1\.00×  "
     r"MACs 1\.00×  \d+\.\d s"
