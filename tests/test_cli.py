@@ -353,7 +353,11 @@ def test_our_own_fault_is_owned_up_to(lod: Lod, monkeypatch: pytest.MonkeyPatch)
     [
         (["model=parts:fails"], 'raise KeyError("my own bug")', "model 'parts:fails' failed: KeyE"),
         (["model=syntax:model"], "def model(:", "model 'syntax:model' cannot be imported: Syntax"),
-        (["data=parts:data"], "conv2d", "model 'lenet' cannot run on data 'parts:data': Runtime"),
+        (
+            ["data=parts:data", "penalty=0"],
+            "conv2d",
+            "model 'lenet' cannot run on data 'parts:data': Runtime",
+        ),
     ],
 )
 def test_own_code_that_fails_shows_its_traceback_and_nothing_is_written(
@@ -508,7 +512,7 @@ def test_the_demo_ends_with_a_table_and_a_report_with_a_slider(lod: Lod, tmp_pat
 
 
 def test_summary_of_a_recipe_and_of_a_run(lod: Lod, finished: Path) -> None:
-    recipe = lod("summary", "digits", set=["decompose.skip=[fc3]", "data.limit=40"])
+    recipe = lod("summary", "digits", set=["decompose.skip=[fc3]", "data.limit=40", "penalty=0"])
     assert recipe.code == 0
     assert "fc1" in recipe.out and "120/120" in recipe.out and "10/10" not in recipe.out
     run = lod("summary", str(finished))
