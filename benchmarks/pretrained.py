@@ -168,7 +168,7 @@ class Bench:
 
     @functools.cached_property
     def healing(self) -> Iterable[Any]:
-        return self.case.healing()
+        return self.case.healing(self.kept)
 
     def heal(self, model: nn.Module, steps: int, sizes: Sizes, name: str) -> None:
         case = self.case
@@ -227,8 +227,9 @@ def table(answer: Mapping[str, Any]) -> str:
         lines.append(
             f"| the original{f' | {_shown(dense)}' * len(SHARES)} | {_shown(dense, 'all')} |"
         )
-        for way in WAYS:
-            cells = of.get("ways", {}).get(way, {})
+        measured = of.get("ways", {})
+        for way in dict.fromkeys((*WAYS, *measured)):
+            cells = measured.get(way, {})
             row = [_shown(cells.get(str(s))) for s in SHARES]
             if cells:
                 last = _shown(cells.get(str(FULLY_JUDGED)), "all")

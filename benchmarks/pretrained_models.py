@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.outputs import own_scores, own_values, scores_loss, values_loss
 
 SoftLoss = Callable[[Any, Any], Tensor]
@@ -43,7 +44,7 @@ class Case:
     """What calibration differentiates: it needs no labels."""
     correction: int
     """How many of the batches correct sequentially."""
-    healing: Callable[[], Iterable[Any]]
+    healing: Callable[[Kept], Iterable[Any]]
     """Makes the batches to heal on."""
     validation: list[Any]
     soft_loss: SoftLoss
@@ -69,8 +70,9 @@ def language_model(folder: Path) -> Case:
     model, windows, judged = load.load(), load.windows("calib"), load.windows("eval")
     windows, held_out = windows[:-32], windows[-32:]
 
-    def healing() -> list[Any]:
-        told = torch.cat([windows, written_by(model, 128)]).reshape(-1, 128)
+    def healing(kept: Kept) -> list[Any]:
+        written = kept.part("written", lambda: written_by(model, 128))
+        told = torch.cat([windows, written]).reshape(-1, 128)
         told = told[torch.randperm(len(told), generator=seeded())]
         return [({"input_ids": part}, None) for part in told.split(4)]
 
@@ -149,11 +151,11 @@ def resnet(depth: int) -> Callable[[Path], Case]:
             [(load.normalise(part), None) for part in x[:1024].split(128)],
             own_scores,
             2,
-            lambda: Augmented(x[:-2000], 64, load.normalise),
+            lambda _: Augmented(x[:-2000], 64, load.normalise),
             [(load.normalise(part), None) for part in x[-2000:].split(250)],
             scores_loss,
             ("layer1", "layer2", "layer3"),
-            1e-3,
+            1e-4,
         )
 
     return case
@@ -197,7 +199,7 @@ def sentence_encoder(folder: Path) -> Case:
         batches[:16],
         lambda output, _: own_values(embedding(output)),
         16,
-        lambda: batches[:-16],
+        lambda _: batches[:-16],
         batches[-16:],
         soft,
         (),
@@ -221,7 +223,7 @@ def speaker_encoder(folder: Path) -> Case:
         [(part, None) for part in x[:256].split(32)],
         lambda output, _: own_values(output),
         4,
-        lambda: [(part, None) for part in x.split(32)],
+        lambda _: [(part, None) for part in x.split(32)],
         [(part, None) for part in validation.split(32)],
         values_loss,
         (),

@@ -45,7 +45,7 @@ def heal(
     *,
     teacher: nn.Module,
     steps: int = 500,
-    lr: float = 1e-3,
+    lr: float = 5e-4,
     sizes: Sizes = "below",
     soft_loss: SoftLoss | None = None,
     hidden: Sequence[str] = (),
