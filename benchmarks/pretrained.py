@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from interleaved import RESULTS, write
@@ -41,6 +41,9 @@ STEPS = 500  # of healing
 _MOST_SECONDS = math.inf
 PAGE = Path(__file__).parent.parent / "docs" / "pretrained.md"
 START, END = "<!-- benchmarks/pretrained.py -->\n", "<!-- end -->"
+
+
+Way: TypeAlias = "Callable[[Bench, float], nn.Module]"
 
 
 class Bench:
@@ -70,13 +73,13 @@ class Bench:
             found["all"] = self.case.evaluate(model, self.case.all)
         return found
 
-    def run(self, way: str, share: float) -> None:
+    def run(self, way: str, share: float, make: Way) -> None:
         """Measure one cell of the table, unless it is known."""
         known = self.answer.setdefault("ways", {}).setdefault(way, {})
         if str(share) in known:
             return
         start = time.process_time()
-        model = WAYS[way](self, share)
+        model = make(self, share)
         seconds = time.process_time() - start
         found = self.judged(model, everything=share == FULLY_JUDGED and way not in RULES)
         known[str(share)] = {**found, "cpu_seconds": round(seconds, 1)}
@@ -155,16 +158,16 @@ class Bench:
         return self.normed(model)
 
     @functools.cache  # noqa: B019
-    def healed_together(self) -> nn.Module:
+    def healed_together(self, steps: int) -> nn.Module:
         """One model, healed at all shares in turn."""
         sizes = [self.ranks(share) for share in SHARES]
         most = {name: max(ranks[name] for ranks in sizes) for name in sizes[0]}
         model = lod.decompose(copy.deepcopy(self.case.model), ranks=most, calibration=self.seen)
-        self.heal(model, STEPS, sizes, "healing together")
+        self.heal(model, steps, sizes, f"healing together {steps}")
         return model
 
-    def of_all_sizes(self, share: float) -> nn.Module:
-        return self.normed(lod.extract(self.healed_together(), self.ranks(share)))
+    def of_all_sizes(self, share: float, steps: int) -> nn.Module:
+        return self.normed(lod.extract(self.healed_together(steps), self.ranks(share)))
 
     @functools.cached_property
     def healing(self) -> Iterable[Any]:
@@ -193,19 +196,24 @@ def _tell(step: int, loss: float) -> None:
 
 
 RULES = ("magnitude pruning", "ASVD's rule", "SVD-LLM's rule")
-WAYS: dict[str, Callable[[Bench, float], nn.Module]] = {
-    "magnitude pruning": Bench.pruned,
-    "SVD of the weights": lambda bench, share: bench.uniform("weights", share),
-    "ASVD's rule": lambda bench, share: bench.uniform("ASVD", share),
-    "SVD-LLM's rule": lambda bench, share: bench.uniform("SVD-LLM", share),
-    "calibrated": Bench.calibrated,
-    "calibrated + sequential": Bench.corrected,
-    f"+ healing, {STEPS} steps": lambda bench, share: bench.healed(share, STEPS),
-    f"all sizes healed at once, {STEPS} steps": Bench.of_all_sizes,
-    f"each size healed alone, {STEPS // len(SHARES)} steps": lambda bench, share: bench.healed(
-        share, STEPS // len(SHARES)
-    ),
-}
+
+
+def ways(steps: int) -> dict[str, Way]:
+    """Return all ways to a size, some of which heal for so many steps."""
+    each = steps // len(SHARES)
+    return {
+        "magnitude pruning": Bench.pruned,
+        "SVD of the weights": lambda bench, share: bench.uniform("weights", share),
+        "ASVD's rule": lambda bench, share: bench.uniform("ASVD", share),
+        "SVD-LLM's rule": lambda bench, share: bench.uniform("SVD-LLM", share),
+        "calibrated": Bench.calibrated,
+        "calibrated + sequential": Bench.corrected,
+        f"+ healing, {steps} steps": lambda bench, share: bench.healed(share, steps),
+        f"all sizes healed at once, {steps} steps": lambda bench, share: bench.of_all_sizes(
+            share, steps
+        ),
+        f"each size healed alone, {each} steps": lambda bench, share: bench.healed(share, each),
+    }
 
 
 def table(answer: Mapping[str, Any]) -> str:
@@ -228,7 +236,7 @@ def table(answer: Mapping[str, Any]) -> str:
             f"| the original{f' | {_shown(dense)}' * len(SHARES)} | {_shown(dense, 'all')} |"
         )
         measured = of.get("ways", {})
-        for way in dict.fromkeys((*WAYS, *measured)):
+        for way in dict.fromkeys((*ways(STEPS), *measured)):
             cells = measured.get(way, {})
             row = [_shown(cells.get(str(s))) for s in SHARES]
             if cells:
@@ -247,7 +255,8 @@ def main() -> None:
     parser.add_argument("models", type=Path)
     parser.add_argument("--only", choices=CASES, action="append")
     parser.add_argument("--shares", type=float, nargs="+", choices=SHARES, default=SHARES)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", help="Names as in the table. [default: all]")
+    parser.add_argument("--steps", type=int, default=STEPS, help="Of healing.")
     parser.add_argument("--unfinished", type=Path, help="Where half a cell is kept.")
     parser.add_argument("--seconds", type=float, default=math.inf, help="CPU time to stop after.")
     parser.add_argument("--table", action="store_true", help="Only write the page.")
@@ -265,9 +274,10 @@ def main() -> None:
         bench = Bench(
             case, answer.setdefault(name, {}), lambda: write("pretrained", answer), unfinished
         )
-        for way in options.ways:
+        makes = ways(options.steps)
+        for way in options.ways or makes:
             for share in options.shares:
-                bench.run(way, share)
+                bench.run(way, share, makes[way])
     head, rest = PAGE.read_text().split(START)
     PAGE.write_text(head + START + table(answer) + END + rest.split(END, 1)[1])
 
