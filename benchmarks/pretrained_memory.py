@@ -81,8 +81,11 @@ def calibration(folder: Path) -> dict[str, Any]:
     return {"model_mb": round(size, 1), "limit_mb": round(limit, 1), **found}
 
 
-def billion() -> dict[str, Any]:
-    """Decompose a Llama of 1.1 billion random weights at a quarter of the rank."""
+def billion(done: int) -> dict[str, Any]:
+    """Decompose so many blocks of a Llama of 1.1 billion random weights, at a quarter of the rank.
+
+    All blocks are alike, and the first one that is decomposed finds the most memory in use.
+    """
     config = LlamaConfig(
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
         num_key_value_heads=4, vocab_size=32000,
@@ -93,15 +96,17 @@ def billion() -> dict[str, Any]:
     size, params = bytes_of(model), sum(p.numel() for p in model.parameters())
     batches = [{"input_ids": torch.randint(0, 32000, (2, 64)), "logits_to_keep": 1}]
 
+    blocks = config.num_hidden_layers
+
     def work() -> None:
-        for number in reversed(range(config.num_hidden_layers)):
+        for number in reversed(range(blocks - done, blocks)):
             lod.decompose(model, only=f"model.layers.{number}", ranks=0.25, calibration=batches)
             print(f"block {number}, peak {resident('VmHWM'):.0f} MB", flush=True)
 
     found = measured(work, before)
-    blocks = config.num_hidden_layers
+    found["cpu_seconds"] = round(found["cpu_seconds"] * blocks / done, 1)
     return {
-        "params": params, "model_mb": round(size / MB), **found,
+        "params": params, "model_mb": round(size / MB), "blocks": blocks, "done": done, **found,
         "seven_billion": extrapolated(found, 2048, 5632, blocks, size / MB),
     }  # fmt: skip
 
@@ -128,11 +133,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", type=Path, nargs="?")
     parser.add_argument("--billion", action="store_true")
+    parser.add_argument("--blocks", type=int, default=22, help="How many of 22 are decomposed.")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     measured_now = {}
     if options.billion:
-        measured_now["billion"] = billion()
+        measured_now["billion"] = billion(options.blocks)
     if options.models is not None:
         measured_now["calibration"] = calibration(options.models)
     from interleaved import RESULTS, write  # not before: it keeps memory that was freed
@@ -160,7 +166,8 @@ def told(answer: dict[str, Any]) -> str:
         seven = of["seven_billion"]
         lines.append(
             f"{of['params']:,} random parameters ({of['model_mb']:,} MB) at a quarter of the rank: "
-            f"{of['cpu_seconds'] / 60:.0f} minutes of one core, at most {of['peak_mb']:,.0f} MB. "
+            f"{of['cpu_seconds'] / 60:.0f} minutes of one core ({of['done']} of {of['blocks']} "
+            f"blocks were decomposed), at most {of['peak_mb']:,.0f} MB. "
             f"For 7 billion that makes about {seven['cpu_hours']} hours of one core, and "
             f"{seven['peak_gb_float32']} GB in float32 or {seven['peak_gb_bfloat16']} GB in "
             "bfloat16."
