@@ -63,10 +63,10 @@ def bytes_of(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
-def calibration(folder: Path) -> dict[str, Any]:
+def calibration(folder: Path, count: int) -> dict[str, Any]:
     """Calibrate the language model by its inputs, a window at a time, 4 MB of moments in a pass."""
     load = loader(folder / "stories15m")
-    windows = load.windows("calib")[:64]
+    windows = load.windows("calib")[:count]
     tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                        num_attention_heads=2, vocab_size=16)  # fmt: skip
     calibrate(LlamaForCausalLM(tiny), [{"input_ids": torch.ones(1, 4, dtype=torch.int64)}])
@@ -78,7 +78,7 @@ def calibration(folder: Path) -> dict[str, Any]:
                   if isinstance(m, nn.Linear) and n != "lm_head")  # fmt: skip
     limit = 1.5 * size + 8 * largest**2 / MB
     found = measured(lambda: calibrate(model, batches, memory=6 * MB), before)
-    return {"model_mb": round(size, 1), "limit_mb": round(limit, 1), **found}
+    return {"model_mb": round(size, 1), "limit_mb": round(limit, 1), "windows": count, **found}
 
 
 def billion(done: int) -> dict[str, Any]:
@@ -132,6 +132,7 @@ def extrapolated(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", type=Path, nargs="?")
+    parser.add_argument("--windows", type=int, default=64, help="Of 256 tokens, to calibrate on.")
     parser.add_argument("--billion", action="store_true")
     parser.add_argument("--blocks", type=int, default=22, help="How many of 22 are decomposed.")
     options = parser.parse_args()
@@ -140,7 +141,7 @@ def main() -> None:
     if options.billion:
         measured_now["billion"] = billion(options.blocks)
     if options.models is not None:
-        measured_now["calibration"] = calibration(options.models)
+        measured_now["calibration"] = calibration(options.models, options.windows)
     from interleaved import RESULTS, write  # not before: it keeps memory that was freed
 
     kept = RESULTS / "pretrained_memory.json"
@@ -157,8 +158,9 @@ def told(answer: dict[str, Any]) -> str:
     lines = []
     if of := answer.get("calibration"):
         lines.append(
-            f"Calibrating a language model of {of['model_mb']:.0f} MB on 64 windows of 256 tokens, "
-            f"one at a time: {of['cpu_seconds']:.0f} s of one core, at most {of['peak_mb']:.0f} MB "
+            f"Calibrating a language model of {of['model_mb']:.0f} MB on {of['windows']} windows of "
+            f"256 tokens, one at a time: {of['cpu_seconds']:.0f} s of one core, at most "
+            f"{of['peak_mb']:.0f} MB "
             f"with the model (1.5 times the model and the largest covariance: "
             f"{of['limit_mb']:.0f} MB)."
         )
