@@ -158,8 +158,8 @@ def told(answer: dict[str, Any]) -> str:
     lines = []
     if of := answer.get("calibration"):
         lines.append(
-            f"Calibrating a language model of {of['model_mb']:.0f} MB on {of['windows']} windows of "
-            f"256 tokens, one at a time: {of['cpu_seconds']:.0f} s of one core, at most "
+            f"Calibrating a language model of {of['model_mb']:.0f} MB on {of['windows']} windows "
+            f"of 256 tokens, one at a time: {of['cpu_seconds']:.0f} s of one core, at most "
             f"{of['peak_mb']:.0f} MB "
             f"with the model (1.5 times the model and the largest covariance: "
             f"{of['limit_mb']:.0f} MB)."
