@@ -4,20 +4,21 @@ python benchmarks/verification.py
 
 For the whole file, half and a tenth of its ranks, from memory (cached) and from the disk (cold):
 processor seconds and wall-clock seconds to read as `load` does, without and with verification, and
-of one plain read of those bytes. Minima over rounds, because others may use the machine.
+of one plain read of those bytes, into fresh memory as `load` needs it. Medians over rounds, each of
+which measures everything once, because others may use the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from interleaved import write
 from torch import Tensor
 
 from maestro_lod.tensors import opened_file, write_tensors
@@ -33,20 +34,25 @@ def factors() -> dict[str, Tensor]:
     return {f"{n}.{factor}": torch.randn(shape) for n in range(LAYERS) for factor in "uv"}
 
 
-def read(path: Path, rows: int, *, verify: bool) -> None:
+def read(path: Path, rows: int, *, verify: bool) -> list[Tensor]:
+    """Read as `load` does, and keep what was read."""
     with opened_file(path, verify=verify) as file:
-        for key in file.shapes:
-            file.read(key, rows)
+        return [file.read(key, rows) for key in file.shapes]
 
 
-def read_plainly(path: Path, rows: int) -> None:
-    """Read the same bytes once more, as fast as Python can: into memory that is there already."""
+def read_plainly(path: Path, rows: int, place: memoryview | None = None) -> list[bytearray]:
+    """Read the same bytes, as fast as Python can: into fresh memory, or into a place that is there.
+
+    Fresh memory is what whoever loads a model needs; to get it from the system takes most of it.
+    """
+    start, kept = path.stat().st_size - LAYERS * 2 * RANKS * WIDTH * 4, []
     with path.open("rb", buffering=0) as file:
-        place = memoryview(bytearray(rows * WIDTH * 4))
-        start = path.stat().st_size - LAYERS * 2 * RANKS * WIDTH * 4
         for number in range(LAYERS * 2):
             file.seek(start + number * RANKS * WIDTH * 4)
-            assert file.readinto(place) == len(place)
+            into = bytearray(rows * WIDTH * 4) if place is None else place[: rows * WIDTH * 4]
+            assert file.readinto(into) == len(into)
+            kept += [into] if isinstance(into, bytearray) else []
+    return kept
 
 
 def forget(path: Path) -> None:
@@ -57,20 +63,25 @@ def forget(path: Path) -> None:
     os.close(handle)
 
 
-def seconds(work: Callable[[], None]) -> tuple[float, float]:
-    """Return the processor's and the clock's seconds of something."""
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Return the processor's and the clock's seconds of something, not of giving memory back."""
     busy, begin = time.process_time(), time.perf_counter()
-    work()
-    return time.process_time() - busy, time.perf_counter() - begin
+    kept = work()
+    taken = time.process_time() - busy, time.perf_counter() - begin
+    del kept
+    return taken
 
 
 def measure(path: Path, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     times: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    place = memoryview(bytearray(RANKS * WIDTH * 4))
     for _ in range(rounds):
+        path.read_bytes()  # what is cold in one round is to be cached in the next
         for where in ("cached", "cold"):
             for name, share in SHARES.items():
                 rows = round(share * RANKS)
-                works = {
+                works: dict[str, Callable[[], object]] = {
+                    "into memory at hand": lambda rows=rows: read_plainly(path, rows, place),
                     "plain read": lambda rows=rows: read_plainly(path, rows),
                     "not verified": lambda rows=rows: read(path, rows, verify=False),
                     "verified": lambda rows=rows: read(path, rows, verify=True),
@@ -80,21 +91,27 @@ def measure(path: Path, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
                         forget(path)
                     found = times.setdefault(f"{name}, {where}", {}).setdefault(kind, [])
                     found.append(seconds(work))
-    return {
-        name: {
-            kind: {
-                unit: float(f"{min(values):.3g}")
-                for unit, values in zip(("cpu", "wall"), zip(*found, strict=True), strict=True)
-            }
-            for kind, found in kinds.items()
-        }
-        for name, kinds in times.items()
-    }
+    return {name: in_short(kinds) for name, kinds in times.items()}
+
+
+def in_short(kinds: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
+    """Return medians over the rounds, and what verifying adds as a share of a plain read."""
+    answer: dict[str, dict[str, float]] = {}
+    for at, unit in enumerate(("cpu", "wall")):
+        for kind, found in kinds.items():
+            median = statistics.median(taken[at] for taken in found)
+            answer.setdefault(kind, {})[unit] = float(f"{median:.3g}")
+        rounds = zip(
+            *(kinds[kind] for kind in ("plain read", "not verified", "verified")), strict=True
+        )
+        added = statistics.median((new[at] - old[at]) / one[at] for one, old, new in rounds)
+        answer.setdefault("added over a plain read", {})[unit] = round(added, 2)
+    return answer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # /tmp may be memory
         path = Path(folder) / "model.safetensors"
@@ -103,6 +120,10 @@ def main() -> None:
         size = path.stat().st_size
     for name, row in answer.items():
         print(f"{name:28}", row)
+    from interleaved import (
+        write,
+    )  # only now: it lets the process keep memory, which is then not fresh
+
     write("verification", {"bytes": size, "seconds": answer})
 
 

@@ -79,7 +79,7 @@ def rewrite(path: Path, metadata: dict[str, str | None], **tensors: Tensor | Non
     Without digests, as in files from before there were any: what is wrong has to show by itself.
     """
     found, _ = header(path)
-    all_metadata = {**found["__metadata__"], "digest": None, "digests": None, **metadata}
+    all_metadata = {**found["__metadata__"], "digest": None, "crc32": None, **metadata}
     all_tensors = {**load_file(path), **tensors}
     save_file(
         {key: value for key, value in all_tensors.items() if value is not None},

@@ -1,8 +1,8 @@
 """Safetensors files: written as a whole or not at all, read as far as needed, and proven.
 
 The format is that of every safetensors file, and any reader of it reads these. Two texts in the
-header are ours: `digests`, of the blocks of all tensors in the order of the file (see `digests`),
-and in front of everything `digest`, of the rest of the header. So the header proves itself, and
+header are ours: `crc32`, of the blocks of all tensors in the order of the file (see `digests`), and
+in front of everything `digest`, of the rest of the header. So the header proves itself, and
 each block is proven by the header. The same tensors and texts give the same bytes.
 """
 
@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from maestro_lod.digests import LENGTH, block_ends, digest, digests, in_pieces
+from maestro_lod.digests import CRC32, SHA256, Digest, block_ends, in_pieces
 from maestro_lod.distributed.shards import gathered, local_part
 from maestro_lod.errors import CheckpointError
 from maestro_lod.files import replacing, writing
@@ -41,7 +41,7 @@ _DTYPE = {
 """What safetensors calls torch's dtypes."""
 _NAME = {dtype: name for name, dtype in _DTYPE.items()}
 
-_ALONE = 2**24  # bytes that are digested before others could begin to help
+_ALONE = 2**22  # bytes that are digested before others could begin to help
 
 _BEFORE_DIGEST = b'{"__metadata__":{"digest":"'
 
@@ -95,14 +95,14 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str
         end += value.nbytes
         offsets = {"data_offsets": [begin, end]}
         entries[key] = {"dtype": _NAME[value.dtype], "shape": list(value.shape), **offsets}
-        count += len(_ends(value.shape, value.nbytes))
+        count += len(block_ends(value.shape, value.nbytes))
 
     def header(proofs: str) -> bytes:
-        texts = {"digest": "-" * LENGTH, "digests": proofs, **metadata}
+        texts = {"digest": "-" * SHA256.length, CRC32.name: proofs, **metadata}
         text = json.dumps({"__metadata__": texts, **entries}, separators=(",", ":")).encode()
         return text + b" " * (-len(text) % 8)
 
-    length = len(header("-" * LENGTH * count))
+    length = len(header("-" * CRC32.length * count))
     with path.open("wb") as file:
         file.seek(8 + length)
         proofs = [_write(tensors[key], file) for key in order]
@@ -118,14 +118,6 @@ def in_written_order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
 
 
-def _ends(shape: Any, size: int) -> list[int]:
-    """Return where the blocks of a tensor end, whose rows are along its first dimension."""
-    if not size:
-        return []
-    rows = shape[0] if len(shape) else 1
-    return block_ends(rows, size // rows)
-
-
 def _write(value: Tensor, file: BinaryIO) -> str:
     """Write the bytes of a tensor and return their digests."""
     if not value.numel():
@@ -133,13 +125,13 @@ def _write(value: Tensor, file: BinaryIO) -> str:
     packed = gathered(value).detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = memoryview((ctypes.c_char * packed.nbytes).from_address(packed.data_ptr())).cast("B")
     file.write(data)
-    return digests(data, _ends(packed.shape, packed.nbytes))
+    return CRC32.of_blocks(data, block_ends(packed.shape, packed.nbytes))
 
 
 def _proven(length: bytes, header: bytes) -> bytes:
     """Return the start of a file with the digest of its header in place."""
-    rest = header[len(_BEFORE_DIGEST) + LENGTH :]
-    return length + _BEFORE_DIGEST + digest(length, rest).encode() + rest
+    rest = header[len(_BEFORE_DIGEST) + SHA256.length :]
+    return length + _BEFORE_DIGEST + SHA256.of(length + rest).encode() + rest
 
 
 # -- reading -----------------------------------------------------------------------------------
@@ -184,7 +176,7 @@ class _Entry:
 
     @property
     def ends(self) -> list[int]:
-        return _ends(self.shape, self.end - self.begin)
+        return block_ends(self.shape, self.end - self.begin)
 
 
 @dataclass(frozen=True)
@@ -196,8 +188,8 @@ class TensorFile:
     proven: bool
     """Whether the file holds digests; those of before they were invented do not."""
     _entries: dict[str, _Entry]
-    _proofs: str | None
-    """The digests to compare with what is read."""
+    _proofs: tuple[Digest, str] | None
+    """The digests to compare with what is read, and how they were made."""
     _file: BinaryIO
     _start: int
 
@@ -215,15 +207,17 @@ class TensorFile:
             metadata = header.pop("__metadata__", {})
             if not all(isinstance(text, str) for text in metadata.values()):
                 raise ValueError("its texts are none")
-            known = [metadata.pop(name, None) for name in ("digest", "digests")]
-            proven = known != [None, None]  # one alone is damage
-            if verify and proven and _proven(bytes(packed), raw) != packed + raw:
+            kinds = [kind for kind in (CRC32, SHA256) if kind.name in metadata]
+            known = [(kind, metadata.pop(kind.name)) for kind in kinds]
+            proven = metadata.pop("digest", None) is not None or bool(known)
+            as_written = len(known) == 1 and _proven(bytes(packed), raw) == packed + raw
+            if verify and proven and not as_written:
                 raise ValueError("its header is not what was written")
             entries = {key: _Entry.of(key, told, path) for key, told in header.items()}
             _require_gapless(entries, size - 8 - length)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _Damage(str(error) or repr(error)) from error
-        proofs = known[1] if verify else None
+        proofs = known[0] if verify and known else None
         return cls(metadata, proven, entries, proofs, file, 8 + length)
 
     @property
@@ -245,6 +239,7 @@ class TensorFile:
     def _read_proven(self, key: str, size: int) -> bytearray:
         """Read the blocks that hold the first bytes of a tensor, and compare them."""
         assert self._proofs is not None
+        kind, proofs = self._proofs
         ends = self._entries[key].ends
         needed = [end for end, before in zip(ends, [0, *ends], strict=False) if before < size]
         raw = bytearray(needed[-1])
@@ -258,12 +253,12 @@ class TensorFile:
                 yield piece, ends
 
         if len(raw) < _ALONE:
-            found = "".join(itertools.starmap(digests, pieces()))
+            found = "".join(itertools.starmap(kind.of_blocks, pieces()))
         else:
             with ThreadPoolExecutor(2) as others:  # they digest what is there while more is read
-                found = "".join(others.map(lambda piece: digests(*piece), pieces()))
-        at = self._first_proof[key] * LENGTH
-        if found != self._proofs[at : at + len(found)]:
+                found = "".join(others.map(lambda piece: kind.of_blocks(*piece), pieces()))
+        at = self._first_proof[key] * kind.length
+        if found != proofs[at : at + len(found)]:
             raise _Damage(f"the bytes of {key} are not those that were written")
         return raw
 
