@@ -15,7 +15,6 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,8 +39,6 @@ _DTYPE = {
 }  # fmt: skip
 """What safetensors calls torch's dtypes."""
 _NAME = {dtype: name for name, dtype in _DTYPE.items()}
-
-_ALONE = 2**22  # bytes that are digested before others could begin to help
 
 _BEFORE_DIGEST = b'{"__metadata__":{"digest":"'
 
@@ -243,20 +240,11 @@ class TensorFile:
         ends = self._entries[key].ends
         needed = [end for end, before in zip(ends, [0, *ends], strict=False) if before < size]
         raw = bytearray(needed[-1])
-        whole = memoryview(raw)
-
-        def pieces() -> Iterator[tuple[memoryview, list[int]]]:
-            """Read several blocks at once: one by one, calls would take longer than digests."""
-            for begin, ends in in_pieces(needed):
-                piece = whole[begin : begin + ends[-1]]
-                _fill(piece, self._file)
-                yield piece, ends
-
-        if len(raw) < _ALONE:
-            found = "".join(itertools.starmap(kind.of_blocks, pieces()))
-        else:
-            with ThreadPoolExecutor(2) as others:  # they digest what is there while more is read
-                found = "".join(others.map(lambda piece: kind.of_blocks(*piece), pieces()))
+        whole, found = memoryview(raw), ""
+        for begin, ends in in_pieces(needed):  # digested while they are in the processor's cache
+            piece = whole[begin : begin + ends[-1]]
+            _fill(piece, self._file)
+            found += kind.of_blocks(piece, ends)
         at = self._first_proof[key] * kind.length
         if found != proofs[at : at + len(found)]:
             raise _Damage(f"the bytes of {key} are not those that were written")

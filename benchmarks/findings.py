@@ -1,0 +1,407 @@
+"""Faults that were found once: whether each fails on the code before, and not on today's.
+
+python benchmarks/findings.py --before 3ab0e5b
+
+Every probe is the smallest program that shows a fault to a user, through names that both versions
+have. It runs in a process of its own, first on a checkout of the commit before, then on this one.
+The tests that keep a fault from coming back stand beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROOT = Path(__file__).parent.parent
+PROBES: dict[str, tuple[str, str, Callable[[], object]]] = {}
+"""What is wrong, in the order of the findings → finding, test, probe."""
+SMALL = ["data.limit=60", "batch=8", "epochs=2", "penalty=0.02", "threshold=0.1", "threads=1"]
+
+
+class Fault(Exception):
+    """What was found is still there."""
+
+
+def probe(finding: int, title: str, test: str) -> Callable[[Callable[[], object]], None]:
+    def noted(run: Callable[[], object]) -> None:
+        PROBES[title] = (str(finding), test, run)
+
+    return noted
+
+
+def refuses(work: Callable[[], object]) -> None:
+    """Expect an error of the library's own."""
+    from maestro_lod import MaestroError
+
+    try:
+        work()
+    except MaestroError:
+        return
+    raise Fault("nothing is said")
+
+
+def lod(*arguments: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run the program, which had another place before."""
+    start = (
+        "import sys, importlib.util as u\n"
+        "name = 'maestro_lod.cli' if u.find_spec('maestro_lod.cli') else 'maestro_lod.app.cli'\n"
+        "sys.exit(__import__(name, fromlist=['main']).main())"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", start, *arguments],
+        capture_output=True, text=True, timeout=seconds, check=False,
+    )  # fmt: skip
+
+
+def trained(name: str = "run", *changes: str) -> Path:
+    """Train a small run; two epochs, unless told otherwise."""
+    options = [part for change in (*SMALL, *changes) for part in ("--set", change)]
+    done = lod("train", "digits", "--out", name, *options)
+    assert done.returncode == 0, done.stderr
+    return Path(name)
+
+
+def expect(true: bool, otherwise: str) -> None:
+    if not true:
+        raise Fault(otherwise)
+
+
+def low_rank_model() -> nn.Module:
+    from maestro_lod import decompose
+
+    torch.manual_seed(0)
+    return decompose(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)))
+
+
+def epoch(model: nn.Module, train: Any, *, step: bool = True, size: int = 8) -> None:
+    with train.step():
+        F.cross_entropy(model(torch.randn(4, size)), torch.tensor([0, 1, 2, 0])).backward()
+    if step:
+        train.optimizer.step()
+    train.end_epoch()
+
+
+def method(model: nn.Module, **options: Any) -> Any:
+    from maestro_lod import LoD
+
+    return LoD(model, torch.optim.SGD(model.parameters(), lr=0.05), **options)
+
+
+# -- 1 and 2: directories and files ----------------------------------------------------------------
+
+
+@probe(1, "two trainings in one directory",
+       "test_locks.py::test_two_trainings_and_a_killed_one_with_living_workers")  # fmt: skip
+def _() -> None:
+    start = [sys.executable, __file__, "--train", "epochs=40"]
+    first = subprocess.Popen(start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not Path("run/config.yaml").exists():
+            time.sleep(0.05)
+        second = subprocess.run(start, capture_output=True, text=True, check=False)
+        expect(second.returncode == 2, "both go on")
+    finally:
+        first.kill()
+        first.wait()
+
+
+@probe(2, "one flipped bit of a weight",
+       "test_digests.py::test_no_flipped_bit_loads_as_something_else")  # fmt: skip
+def _() -> None:
+    from maestro_lod import load, save
+
+    save(low_rank_model(), "model.safetensors")
+    data = bytearray(Path("model.safetensors").read_bytes())
+    data[-3] ^= 1
+    Path("model.safetensors").write_bytes(data)
+    refuses(lambda: load("model.safetensors", into=low_rank_model()))
+
+
+# -- 3: a directory is code ------------------------------------------------------------------------
+
+
+@probe(3, "`lod summary` of a directory from elsewhere runs its code",
+       "test_run.py::test_a_directory_from_elsewhere_runs_nothing_unasked")  # fmt: skip
+def _() -> None:
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(
+        "model: {name: 'subprocess:getoutput', options: {cmd: touch trace}}\n"
+        "data: digits\nepochs: 1\n"
+    )
+    Path("run/result.json").write_text("{}")
+    lod("summary", "run")
+    expect(not Path("trace").exists(), "the command was run")
+
+
+# -- 4: a checkpoint and its run -------------------------------------------------------------------
+
+
+@probe(4, "settings edited before `resume`",
+       "test_run.py::test_settings_that_may_not_change_are_named")  # fmt: skip
+def _() -> None:
+    accepted = []
+    for old, new in (("seed: 0", "seed: 1"), ("penalty: 0.02", "penalty: 0.2"),
+                     ("min_rank: 0", "min_rank: 3"), ("batch: 8", "batch: 16")):  # fmt: skip
+        directory = trained(f"run-{old[:4]}")
+        (directory / "result.json").unlink()
+        config = directory / "config.yaml"
+        text = config.read_text()
+        assert old in text
+        config.write_text(text.replace(old, new).replace("epochs: 2", "epochs: 3"))
+        if lod("resume", str(directory)).returncode == 0:
+            accepted.append(old.split(":")[0])
+    expect(not accepted, f"accepted: {', '.join(accepted)}")
+
+
+@probe(4, "another run's checkpoint", "test_run.py::test_files_of_another_run_are_refused")
+def _() -> None:
+    one, other = trained("one"), trained("other", "seed=1")
+    (one / "result.json").unlink()
+    (one / "checkpoint.safetensors").write_bytes((other / "checkpoint.safetensors").read_bytes())
+    expect(lod("resume", str(one)).returncode != 0, "it is taken for the run's own")
+
+
+# -- 5: what silently does nothing -----------------------------------------------------------------
+
+
+@probe(5, "a penalty that is never applied",
+       "test_noops.py::test_a_penalty_that_is_never_applied_is_refused")  # fmt: skip
+def _() -> None:
+    model = low_rank_model()
+    refuses(lambda: epoch(model, method(model, penalty=0.1)))
+
+
+@probe(5, "`optimizer.step()` is never called",
+       "test_noops.py::test_an_epoch_without_a_step_of_the_optimizer_is_refused")  # fmt: skip
+def _() -> None:
+    model = low_rank_model()
+    refuses(lambda: epoch(model, method(model), step=False))
+
+
+@probe(5, "a step inside a step", "test_noops.py::test_a_step_inside_a_step_is_refused")
+def _() -> None:
+    train = method(low_rank_model())
+
+    def both() -> None:
+        with train.step(), train.step():
+            pass
+
+    refuses(both)
+
+
+@probe(5, "a frozen model", "test_noops.py::test_a_model_that_is_frozen_is_refused")
+def _() -> None:
+    from maestro_lod import LoD
+
+    model = low_rank_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refuses(lambda: LoD(model.requires_grad_(False), optimizer))
+
+
+@probe(5, "`proximal='false'` is true", "test_noops.py::test_text_is_neither_true_nor_false")
+def _() -> None:
+    refuses(lambda: method(low_rank_model(), penalty=0.1, proximal="false"))
+
+
+@probe(
+    5,
+    "`min_rank=10**6`",
+    "test_noops.py::test_a_min_rank_above_all_ranks_is_refused_and_the_largest_is_not",
+)
+def _() -> None:
+    refuses(lambda: method(low_rank_model(), min_rank=10**6))
+
+
+@probe(5, "`decompose(ranks=0)`",
+       "test_noops.py::test_rank_zero_for_all_layers_is_refused_and_by_name_it_is_not")  # fmt: skip
+def _() -> None:
+    from maestro_lod import decompose
+
+    refuses(lambda: decompose(nn.Sequential(nn.Linear(8, 6)), ranks=0))
+
+
+class Unreached(nn.Module):
+    """Has a layer that its forward never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.beside = nn.Linear(8, 3), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+
+@probe(5, "layers that no forward reaches are sampled",
+       "test_noops.py::test_layers_that_the_forward_never_reaches_are_not_sampled")  # fmt: skip
+def _() -> None:
+    from maestro_lod import decompose
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = decompose(Unreached())
+    train = method(model)
+    drawn: set[str] = set()
+    for number in range(2):
+        drawn.clear()
+        for _ in range(20):
+            with train.step() as ranks:
+                F.cross_entropy(model(torch.randn(4, 8)), torch.tensor([0, 1, 2, 0])).backward()
+            train.optimizer.step()
+            drawn |= {*ranks}
+        if not number:
+            train.end_epoch()
+    expect("beside" not in drawn, "drawn in the second epoch too")
+
+
+# -- 6 and 7: limits, and models that have diverged ------------------------------------------------
+
+
+@probe(6, "`lod deploy --max-macs -1` searches first",
+       "test_trained.py::test_limits_are_checked_before_the_run_is_even_opened")  # fmt: skip
+def _() -> None:
+    directory = trained()
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+    done = lod("deploy", str(directory), "--max-macs=-1", "--out", "phone")
+    after = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+    assert done.returncode != 0
+    expect(after == before and not Path("phone").exists(), "files are written before it refuses")
+
+
+@probe(7, "NaN outside the factors",
+       "test_noops.py::test_an_epoch_is_not_ended_with_parameters_that_are_not_finite")  # fmt: skip
+def _() -> None:
+    model = low_rank_model()
+    train = method(model)
+    model[2].bias.data.fill_(float("nan"))
+    refuses(lambda: epoch(model, train))
+
+
+@probe(7, "a model that answers NaN alone is exported",
+       "test_noops.py::test_a_model_that_answers_with_nan_alone_is_not_exported")  # fmt: skip
+def _() -> None:
+    from maestro_lod.deploy.export import export
+
+    model = low_rank_model()
+    model[2].bias.data.fill_(float("nan"))
+    refuses(lambda: export(model, "model.safetensors", example=torch.randn(4, 8)))
+
+
+# -- 8 to 10 ---------------------------------------------------------------------------------------
+
+
+@probe(8, "`save` gives other bytes each time",
+       "test_digests.py::test_the_same_gives_the_same_bytes")  # fmt: skip
+def _() -> None:
+    from maestro_lod import save
+
+    found = set()
+    for _ in range(8):
+        save(low_rank_model(), "model.safetensors")
+        found.add(Path("model.safetensors").read_bytes())
+    expect(len(found) == 1, f"{len(found)} of 8 differ")
+
+
+@probe(9, "float32 is rounded to bfloat16 without a word",
+       "test_mistakes.py::test_a_file_is_not_rounded_silently")  # fmt: skip
+def _() -> None:
+    from maestro_lod import load, save
+
+    save(low_rank_model(), "model.safetensors")
+    refuses(lambda: load("model.safetensors", into=low_rank_model().to(torch.bfloat16)))
+
+
+@probe(10, "a layer of zeros gets no gradient",
+       "test_unmoved.py::test_layers_that_begin_as_zeros_learn_as_dense_ones_do")  # fmt: skip
+def _() -> None:
+    from maestro_lod import decompose
+
+    dense = nn.Linear(8, 3)
+    nn.init.zeros_(dense.weight)
+    layer: Any = decompose(dense)
+    layer(torch.randn(4, 8)).square().sum().backward()
+    layer(torch.randn(4, 8) + 1).sum().backward()
+    expect(bool(layer.u.grad.any() or layer.v.grad.any()), "both gradients are zero")
+
+
+@probe(10, "an epoch that has not moved it removes a layer of zeros",
+       "test_unmoved.py::test_a_rate_that_begins_at_zero_removes_nothing")  # fmt: skip
+def _() -> None:
+    from maestro_lod import decompose, ranks
+
+    warnings.simplefilter("ignore")
+    dense = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
+    nn.init.zeros_(dense[1].weight)
+    model = decompose(dense)
+    train = method(model, threshold=1e-3)
+    train.optimizer.param_groups[0]["lr"] = 0.0
+    epoch(model, train)
+    expect(ranks(model)["1"] == 3, f"rank {ranks(model)['1']} is left of 3")
+
+
+# -- before and after ------------------------------------------------------------------------------
+
+
+def run_in(tree: Path, title: str) -> str:
+    """Return how a probe ends on the code of a tree: 'holds', or what is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, __file__, "--probe", title],
+            cwd=folder, capture_output=True, text=True, check=False,
+            env=os.environ | {"PYTHONPATH": str(tree / "src"), "LOD_CACHE": folder,
+                              "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    if done.returncode not in (0, 3):
+        raise RuntimeError(f"{title} on {tree}:\n{done.stderr}")
+    return done.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--before", default="3ab0e5b", help="the commit before")
+    parser.add_argument("--probe", help=argparse.SUPPRESS)
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        sys.exit(lod("train", "digits", "--out", "run", "--set", options.train).returncode)
+    if options.probe:
+        try:
+            PROBES[options.probe][2]()
+        except Fault as fault:
+            print(fault)
+            sys.exit(3)
+        print("holds")
+        return
+    from interleaved import write
+
+    with tempfile.TemporaryDirectory() as folder:
+        git = ["git", "-C", str(ROOT)]
+        subprocess.run(
+            [*git, "worktree", "add", "-q", "--detach", folder, options.before], check=True
+        )
+        try:
+            rows = [
+                {"finding": int(finding), "title": title, "test": test,
+                 "before": run_in(Path(folder), title), "after": run_in(ROOT, title)}
+                for title, (finding, test, _) in PROBES.items()
+            ]  # fmt: skip
+        finally:
+            subprocess.run([*git, "worktree", "remove", "--force", folder], check=True)
+    print(json.dumps(rows, indent=1))
+    write("findings", {"before": options.before, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
