@@ -2,7 +2,8 @@
 
 python benchmarks/reliability.py damage     10,000 flipped bits, 2,000 damaged files
 python benchmarks/reliability.py locks      50 pairs of trainings, 50 killed holders of a lock
-python benchmarks/reliability.py docs       the tables, from these, soak.py and verification.py
+python benchmarks/reliability.py lines      2,000 command lines
+python benchmarks/reliability.py docs       the tables, from these, soak, verification and findings
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def where(told: dict[str, Any]) -> str:
 
 def counts() -> str:
     """Return the table of what was tried and what failed, by kind."""
-    damage, locks, soak = record("damage"), record("locks"), record("soak")
+    damage, locks, soak, lines_tried = map(record, ("damage", "locks", "soak", "lines"))
     rows = []
     for what, title in FAULTS.items():
         for kind, ends in damage["answer"][what].items():
@@ -72,12 +73,14 @@ def counts() -> str:
         kind = "train" if what == "resume" else what
         failed = sum(failure["kind"] == kind for failure in found["failures"])
         rows.append((f"SIGKILL of {what}", kills, failed))
+    rows.append(("any command line", sum(lines_tried["answer"].values()), 0))  # one would end it
     lines = ["| what was tried | times | failed |", "|---|--:|--:|"]
     lines += [f"| {title} | {tried:,} | {failed:,} |" for title, tried, failed in rows]
     lives, kills = sum(found["lives"].values()), sum(found["kills"].values())
     return "\n".join(
         [*lines, "", f"Kills: {kills:,} in {lives:,} lives ({where(soak)}). "
-         f"Damage: {where(damage)}. Locks: {where(locks)}."]
+         f"Damage: {where(damage)}. Locks: {where(locks)}. "
+         f"Command lines: {where(lines_tried)}."]
     ) + "\n"  # fmt: skip
 
 
@@ -98,9 +101,20 @@ def costs() -> str:
     return "\n".join([*lines, "", f"({size:.0f} MB; {where(told)}.)"]) + "\n"
 
 
+def findings() -> str:
+    """Return the table of faults that were found: how each ends on the code before, and on this."""
+    told = record("findings")
+    lines = ["| finding | what was wrong | before | after | test |", "|--:|---|---|---|---|"]
+    for row in told["answer"]["rows"]:
+        cells = (row["title"], row["before"], row["after"], f"`{row['test']}`")
+        lines.append(f"| {row['finding']} | {' | '.join(cells)} |")
+    before = told["answer"]["before"]
+    return "\n".join([*lines, "", f"(Before: commit {before}. After: {where(told)}.)"]) + "\n"
+
+
 def documented(text: str) -> str:
     """Return the docs with the tables as they follow from the results."""
-    for name, table in (("counts", counts()), ("costs", costs())):
+    for name, table in (("counts", counts()), ("costs", costs()), ("findings", findings())):
         head, rest = text.split(START.format(name))
         end = END.format(name)
         text = head + START.format(name) + table + end + rest.split(end, 1)[1]
@@ -108,15 +122,17 @@ def documented(text: str) -> str:
 
 
 def main() -> None:
-    for what in sys.argv[1:] or ["damage", "locks", "docs"]:
+    for what in sys.argv[1:] or ["damage", "locks", "lines", "docs"]:
         if what == "damage":
             write("damage", told_by("test_digests.py", "10000", "2000"))
         elif what == "locks":
             write("locks", told_by("test_locks.py", "50"))
+        elif what == "lines":
+            write("lines", told_by("test_command_lines.py", "2000"))
         elif what == "docs":
             DOCS.write_text(documented(DOCS.read_text()))
         else:
-            sys.exit(f"{what!r} is none of damage, locks, docs.")
+            sys.exit(f"{what!r} is none of damage, locks, lines, docs.")
 
 
 if __name__ == "__main__":
