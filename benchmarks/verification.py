@@ -72,12 +72,12 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
     return taken
 
 
-def measure(path: Path, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+def measure(path: Path, rounds: int, wheres: list[str]) -> dict[str, dict[str, dict[str, float]]]:
     times: dict[str, dict[str, list[tuple[float, float]]]] = {}
     place = memoryview(bytearray(RANKS * WIDTH * 4))
     for _ in range(rounds):
         path.read_bytes()  # what is cold in one round is to be cached in the next
-        for where in ("cached", "cold"):
+        for where in wheres:
             for name, share in SHARES.items():
                 rows = round(share * RANKS)
                 works: dict[str, Callable[[], object]] = {
@@ -112,11 +112,12 @@ def in_short(kinds: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--from", nargs="*", default=["cached", "cold"], dest="wheres")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # /tmp may be memory
         path = Path(folder) / "model.safetensors"
         write_tensors(factors(), {}, path)
-        answer = measure(path, options.rounds)
+        answer = measure(path, options.rounds, options.wheres)
         size = path.stat().st_size
     for name, row in answer.items():
         print(f"{name:28}", row)
