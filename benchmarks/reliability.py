@@ -2,7 +2,7 @@
 
 python benchmarks/reliability.py damage     10,000 flipped bits, 2,000 damaged files
 python benchmarks/reliability.py locks      50 pairs of trainings, 50 killed holders of a lock
-python benchmarks/reliability.py lines      2,000 command lines
+python benchmarks/reliability.py lines      500 command lines
 python benchmarks/reliability.py docs       the tables, from these, soak, verification and findings
 """
 
@@ -128,7 +128,7 @@ def main() -> None:
         elif what == "locks":
             write("locks", told_by("test_locks.py", "50"))
         elif what == "lines":
-            write("lines", told_by("test_command_lines.py", "2000"))
+            write("lines", told_by("test_command_lines.py", "500"))
         elif what == "docs":
             DOCS.write_text(documented(DOCS.read_text()))
         else:
