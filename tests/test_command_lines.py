@@ -186,8 +186,21 @@ def tried(times: int, tell: Callable[[str], None] = lambda end: None) -> Counter
 
 
 def test_no_command_line_ends_in_a_traceback_or_is_refused_too_late() -> None:
-    ends = tried(80)
-    assert ends["exit code 2"] > 20 and ends["accepted"] > 2
+    assert tried(60)["exit code 2"] > 20
+
+
+def test_what_is_right_is_accepted_and_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sandbox() as directory:
+        for line, end in {
+            "train digits --out new": "accepted",
+            "deploy run --out new --max-macs 25%": "accepted",
+            "verify run": "exit code 0",
+            "frontier nowhere": "exit code 2",
+        }.items():
+            assert end_of(line.split(), directory) == end
+        monkeypatch.setattr(results, "find_frontier", lambda *_, **__: [][0])
+        with pytest.raises(AssertionError, match="Traceback"):
+            end_of(["frontier", "run"], directory)
 
 
 def main() -> None:
