@@ -114,7 +114,7 @@ def findings() -> str:
 
 def documented(text: str) -> str:
     """Return the docs with the tables as they follow from the results."""
-    for name, table in (("counts", counts()), ("costs", costs()), ("findings", findings())):
+    for name, table in (("counts", counts()), ("costs", costs())):
         head, rest = text.split(START.format(name))
         end = END.format(name)
         text = head + START.format(name) + table + end + rest.split(end, 1)[1]
