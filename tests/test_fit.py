@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from maestro_lod import Budget, LoD, at_ranks, decompose, extract, ranks
 from maestro_lod.cost import count_params
 from maestro_lod.errors import OptionError, TrainingError
-from maestro_lod.layers import LowRank
+from maestro_lod.layers import LowRank, composed_once
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train import fit as fit_module
 from maestro_lod.train.evaluate import CrossEntropy, Score, evaluate, recalibrate
@@ -189,13 +189,19 @@ def by_hand(
         model.train()
         for group in groups_of(run.data, accumulate):
             optimizer.param_groups[0]["lr"] = first_rate * schedule(step)
-            for x, y in group:
-                if train is None:
+            if train is None:
+                for x, y in group:
                     (loss(model(x), y) * (1 / len(group))).backward()
-                else:
-                    with train.step():
-                        total = loss(model(x), y) + train.penalty_loss()
-                        (total * (1 / len(group))).backward()
+            elif len(group) == 1:
+                ((x, y),) = group
+                with train.step():
+                    (loss(model(x), y) + train.penalty_loss()).backward()
+            else:
+                with composed_once(model, len(group)):
+                    for x, y in group:
+                        with train.step():
+                            (loss(model(x), y) * (1 / len(group))).backward()
+                        train.add_penalty_gradients(1 / len(group))
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             optimizer.step()

@@ -230,6 +230,57 @@ def test_gradients_pass_gradcheck(sample: tuple[nn.Module, Tensor], way: str) ->
         assert torch.autograd.gradcheck(run, (x, *parameters.values()), fast_mode=True)
 
 
+ONE_PIXEL = [
+    (nn.Conv1d(3, 4, 3, padding=1), 1),
+    (nn.Conv2d(3, 4, 3, padding=1), 4),
+    (nn.Conv2d(3, 4, (3, 1), padding="same", bias=False), 1),
+    (nn.Conv2d(3, 4, 3, 2, 4, dilation=4), 4),
+    (nn.Conv2d(3, 4, 1, 2), 0),
+    (nn.Conv3d(3, 4, (1, 3, 5), padding=(0, 1, 2)), 7),
+    (nn.Conv2d(3, 4, 3, padding=2), None),  # more than one pixel comes out
+    (nn.Conv2d(3, 4, 3, padding=3, dilation=2, stride=3), None),  # the kernel jumps over it
+    (nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), None),
+    (nn.Conv2d(4, 4, 3, padding=1, groups=2), None),
+]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("dense", "tap"), ONE_PIXEL, ids=str)
+def test_images_of_one_pixel_meet_one_value_of_each_kernel(dense, tap, channels_last):
+    dense = copy.deepcopy(dense).double()
+    x = torch.randn(3, dense.in_channels, *[1] * (dense.weight.ndim - 2), dtype=torch.float64)
+    layer = low_rank_type(type(dense)).from_dense(dense)
+    if channels_last and x.ndim == 4:
+        layer = layer.to(memory_format=torch.channels_last)
+    assert layer._only_tap(x) == tap
+    layer.activate(2)
+    leaves = [x.requires_grad_(), layer.u, layer.v]
+    expected = functional_call(dense, {"weight": layer.weight}, x)
+    upstream = torch.randn_like(expected)
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(layer(x), leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+    )
+    assert layer.positions == expected.numel() // 4
+
+
+@pytest.mark.parametrize("kernel", [(3, 2), (2, 3, 2)])
+def test_products_lie_in_memory_as_their_factors_do(kernel):
+    dims = len(kernel)
+    layout = torch.channels_last if dims == 2 else torch.channels_last_3d
+    dense = (nn.Conv2d if dims == 2 else nn.Conv3d)(3, 4, kernel)
+    layer = low_rank_type(type(dense)).from_dense(dense)
+    expected = layer.weight
+    assert expected.is_contiguous()
+    layer.v.data = layer.v.data.contiguous(memory_format=layout)
+    assert layer.weight.is_contiguous(memory_format=layout)
+    torch.testing.assert_close(layer.weight, expected)
+    layer(torch.randn(2, 3, *[4] * dims)).sum().backward()
+    assert layer.v.grad is not None
+    assert layer.v.grad.is_contiguous(memory_format=layout)
+
+
 def test_ranks_beyond_the_active_one_get_zero_gradients(sample: tuple[nn.Module, Tensor]) -> None:
     dense, x = sample
     layer = low_rank_type(type(dense)).from_dense(dense)

@@ -3,6 +3,7 @@
 from torch import nn
 
 from maestro_lod.layers.attention import Attention
+from maestro_lod.layers.composed import composed_once
 from maestro_lod.layers.conv import LowRankConv
 from maestro_lod.layers.conv_transpose import LowRankConvTranspose
 from maestro_lod.layers.embedding import LowRankEmbedding, SharedHead
@@ -44,6 +45,7 @@ __all__ = [
     "SortedExperts",
     "Stack",
     "StackedProduct",
+    "composed_once",
     "match_ranks",
     "register",
 ]

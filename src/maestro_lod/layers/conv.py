@@ -41,6 +41,18 @@ _SCALARS_AT_ONCE = 2**24  # of patches that are laid out together
 _MOVING_ONE_VALUE_OF_A_GROUP = 192
 
 
+def _has_channels_last(weight: Tensor) -> bool:
+    """Say whether the channels of a kernel lie beside each other in memory."""
+    return weight.stride(1) == 1 and not weight.is_contiguous()
+
+
+def _taps(weight: Tensor) -> Tensor:
+    """View (out, in, *kernel) as (out, kernel, in)."""
+    if _has_channels_last(weight):
+        return weight.movedim(1, -1).flatten(1, -2)
+    return weight.flatten(2).mT
+
+
 class AnyConv(LowRank):
     """What plain and transposed convolutions share: the options of torch's own layers."""
 
@@ -199,6 +211,32 @@ class LowRankConv(AnyConv):
             self.groups, self.padding_mode,
         )  # fmt: skip
 
+    def computed(self, *inputs: Tensor) -> Tensor:
+        tap = self._only_tap(inputs[0])
+        if tap is None or self.identity is not None:
+            return super().computed(*inputs)
+        # one value per channel meets one value per kernel: linear layers, which are faster
+        x = inputs[0].flatten(1)
+        self.note_positions(len(x))
+        u, v = self._active_factors()
+        y = F.linear(F.linear(x, _taps(v)[:, tap]), u, self.bias)
+        return y.view(*y.shape, *[1] * self.dimensions)
+
+    def _only_tap(self, x: Tensor) -> int | None:
+        """Return which value of the kernel is all that images of one pixel ever meet, if so."""
+        if x.shape[-1] != 1 or x.ndim != self.dimensions + 2 or set(x.shape[2:]) != {1}:
+            return None
+        if self.groups > 1 or self.padding_mode != "zeros":
+            return None
+        tap = 0
+        for i, (before, behind) in enumerate(self._paddings()):
+            at, between = divmod(before, self.dilation[i])
+            reach = self.dilation[i] * (self.kernel_size[i] - 1)
+            if between or at >= self.kernel_size[i] or before + behind - reach >= self.stride[i]:
+                return None
+            tap = tap * self.kernel_size[i] + at
+        return tap
+
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         padding: Any = self.padding
         if self.padding_mode != "zeros":
@@ -220,9 +258,12 @@ class LowRankConv(AnyConv):
         return CONV[self.dimensions](z, self._pointwise(u), self.bias, groups=self.groups)
 
     def _compose(self, u: Tensor, v: Tensor) -> Tensor:
-        if self.groups == 1:  # the common case in one product
-            return (u @ v.flatten(1)).view(-1, *v.shape[1:])
-        return super()._compose(u, v)
+        if self.groups > 1:
+            return super()._compose(u, v)
+        if _has_channels_last(v):  # multiplied as it is in memory, so that nothing is copied
+            last = v.movedim(1, -1)
+            return (u @ last.flatten(1)).view(-1, *last.shape[1:]).movedim(-1, 1)
+        return (u @ v.flatten(1)).view(-1, *v.shape[1:])  # all in one product
 
     def to_weight(self, matrices: Tensor) -> Tensor:
         into = self.in_channels // self.groups

@@ -16,6 +16,8 @@ from maestro_lod.errors import RankError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from maestro_lod.layers.composed import Composed
+
 _NO_LIMIT = 2**31 - 1  # the compiled form of "no active rank": every rank counts
 
 
@@ -48,6 +50,8 @@ class Factors(nn.Module):
     positions: int | None
     """Where the last forward applied the weight (batch included); None if there was none."""
     _limit: Tensor
+    kept: Composed | None = None
+    """The product of the factors, while `composed_once` keeps it for several passes."""
     _holders: tuple[Any, Any] | None = None
     """Who holds the parts of `u` and `v` where they are sharded over processes."""
     identity: Literal["u", "v"] | None = None

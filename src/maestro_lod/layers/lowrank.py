@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from maestro_lod.layers.composed import kept_for
 from maestro_lod.layers.factors import Factors
 from maestro_lod.layers.svd import svd_factors
 
@@ -248,6 +249,8 @@ class LowRank(Factors):
 
     def _composed(self, u: Tensor, v: Tensor) -> Tensor:
         """Multiply active factors out; where one is the identity, the other is all there is."""
+        if (kept := kept_for(self, u, v)) is not None:
+            return kept.of(u, v, self._compose)
         if self.identity is None:
             return self._compose(u, v)
         left, right = self._matrices(u, v)
@@ -268,7 +271,8 @@ class LowRank(Factors):
         positions = self.positions_of(*inputs)
         self.note_positions(positions)
         u, v = self._active_factors()
-        if self.identity is not None or self._composing_pays(positions, v.shape[0]):
+        passes = 1 if (kept := kept_for(self, u, v)) is None else kept.passes
+        if self.identity is not None or self._composing_pays(passes * positions, v.shape[0]):
             return self.apply_weight(self._composed(u, v), *inputs)
         return self.apply_factors(u, v, *inputs)
 

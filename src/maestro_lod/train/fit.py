@@ -27,6 +27,7 @@ from maestro_lod.errors import (
     require_seed,
     require_whole,
 )
+from maestro_lod.layers import composed_once
 from maestro_lod.methods.dense import Dense
 from maestro_lod.train.checks import require_loss, require_trainable
 from maestro_lod.train.evaluate import (
@@ -205,9 +206,10 @@ class _Step:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * self.schedule(progress.step)
         score = Score()
-        for i, (inputs, target) in enumerate(batches, 1):
-            with quiet(self.model) if i < len(batches) else nullcontext():
-                self._backward(inputs, target, 1 / len(batches), score)
+        with composed_once(self.model, len(batches)) if len(batches) > 1 else nullcontext():
+            for i, (inputs, target) in enumerate(batches, 1):
+                with quiet(self.model) if i < len(batches) else nullcontext():
+                    self._backward(inputs, target, 1 / len(batches), score)
         progress.score += whole_score(score) if self.options.share_batches else score
         if self.options.clip_norm is not None:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]

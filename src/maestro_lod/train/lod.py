@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from maestro_lod.errors import (
     require_nonnegative,
     require_whole,
 )
+from maestro_lod.layers.composed import composed_once
 from maestro_lod.layers.ranks import require_all_active, unwrapped
 from maestro_lod.train.budget import Landing
 from maestro_lod.train.checks import (
@@ -199,13 +200,13 @@ class LoD(Resumable):
         """Return λ times the group lasso, to be added to the loss; zero in proximal mode."""
         return self._penalty.loss()
 
-    def add_penalty_gradients(self) -> None:
+    def add_penalty_gradients(self, weight: float = 1.0) -> None:
         """Add the gradients of `penalty_loss()` to those that are there, in place of adding it.
 
         Once per optimizer step: after the last backward, whatever was accumulated, and before
-        gradients are clipped.
+        gradients are clipped. Or after each of k batches, with a weight of 1/k.
         """
-        self._penalty.add_gradients()
+        self._penalty.add_gradients(weight)
 
     def backward(
         self,
@@ -227,10 +228,12 @@ class LoD(Resumable):
         """
         with explaining_loss_of_others():
             whole = self._whole(passes=2)
-            return self.passes.backward(
-                forward, loss, self._steps.one(whole=whole), self.penalty_loss, weight, soft_loss,
-                whole=whole,
-            )  # fmt: skip
+            passes = self.passes.on_the_same_weights(whole=whole)
+            with composed_once(self.model, passes) if passes > 1 else nullcontext():
+                total = self.passes.backward(
+                    forward, loss, self._steps.one(whole=whole), weight, soft_loss, whole=whole
+                )
+            return total + self._penalty.add_gradients(weight)
 
     # -- one epoch -----------------------------------------------------------------------------
 

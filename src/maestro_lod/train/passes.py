@@ -44,7 +44,6 @@ class Passes:
         forward: Callable[[], Any],
         loss: Callable[[Any], Tensor],
         sampled: AbstractContextManager[object],
-        penalty: Callable[[], Tensor],
         weight: float,
         soft_loss: Callable[[Any, Any], Tensor] | None,
         *,
@@ -69,9 +68,13 @@ class Passes:
                 data_loss = (soft_loss or soft_cross_entropy)(mine, teacher)
             else:
                 data_loss = require_loss(loss(mine))
-            sampled_loss = require_finite_loss((data_loss + penalty()) * weight)
+            sampled_loss = require_finite_loss(data_loss * weight)
             sampled_loss.backward()  # type: ignore[no-untyped-call]
         return sampled_loss.detach() + total
+
+    def on_the_same_weights(self, *, whole: bool) -> int:
+        """Return how many passes of a step run most layers at full rank."""
+        return 2 if self.full_pass and not self.elastic and not whole else 1
 
     def _require_comparable(self, output: Any, soft_loss: object) -> bool:
         """Say whether the sampled pass can learn from an output; only elastic passes need not."""

@@ -183,13 +183,21 @@ def weighted_group_lasso(layers: Iterable[LowRank], weight: float) -> Tensor:
 
 
 @torch.no_grad()
-def add_group_lasso_gradients(layers: Iterable[LowRank], weight: float) -> None:
-    """Add the gradient of `weighted_group_lasso` to the `.grad` of every trainable factor."""
+def add_group_lasso_gradients(
+    layers: Iterable[LowRank], strength: float, weight: float = 1.0
+) -> Tensor:
+    """Add the gradients of weight · strength · `group_lasso` to those there are; return its value.
+
+    They are, bit for bit, those that a backward of `weight * weighted_group_lasso` would bring.
+    """
     factors = _factors(layers)
-    scales = _gradient_scales(_tail_squares(factors)).mul_(weight)
+    squares = _tail_squares(factors)
+    scales = _gradient_scales(squares)
+    scales.mul_(strength * scales.new_tensor(weight))
     for factor, gradient in zip(factors, _scaled(factors, scales), strict=True):
         if factor.requires_grad:
             factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
+    return squares.sqrt().sum().mul_(strength).mul_(weight)
 
 
 @torch.no_grad()

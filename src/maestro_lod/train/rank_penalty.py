@@ -108,11 +108,12 @@ class RankPenalty:
             return weighted_group_lasso(self._layers.values(), self.value)
         return next(iter(self._layers.values())).u.new_zeros(())
 
-    def add_gradients(self) -> None:
-        """Add the gradients of `loss()` to those of the factors; none in proximal mode."""
+    def add_gradients(self, weight: float = 1.0) -> Tensor:
+        """Add the gradients of `weight * loss()` to those of the factors, and return its value."""
         if self._by_gradients:
             self.use = "applied"
-            add_group_lasso_gradients(self._layers.values(), self.value)
+            return add_group_lasso_gradients(self._layers.values(), self.value, weight)
+        return self.loss()
 
     def _proximal_step(self, rates: Rates) -> None:
         if self.value != 0.0:
