@@ -32,12 +32,26 @@ class Times(dict[str, list[float]]):
 
         Both were measured within the same moments, so what slows the machine down cancels out.
         """
+        return self.quartiles(name, over)[1]
+
+    def quartiles(self, name: str, over: str) -> list[float]:
+        """Return the quartiles of that ratio: the middle one, and how far the middle half goes."""
         pairs = zip(self[name], self[over], strict=True)
-        return statistics.median(one / other for one, other in pairs)
+        ratios = [one / other for one, other in pairs]
+        return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
 
 
-def seconds(variants: dict[str, Callable[[], object]], *, rounds: int, repeats: int = 1) -> Times:
-    """Time each variant; every round runs all of them, in turning order."""
+def seconds(
+    variants: dict[str, Callable[[], object]],
+    *,
+    rounds: int,
+    repeats: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Times:
+    """Time each variant; every round runs all of them, in turning order.
+
+    With `clock=time.process_time` that is CPU time, of all threads, which other work changes less.
+    """
     for run in variants.values():
         run()
         run()
@@ -45,10 +59,10 @@ def seconds(variants: dict[str, Callable[[], object]], *, rounds: int, repeats: 
     names = list(variants)
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            start = time.perf_counter()
+            start = clock()
             for _ in range(repeats):
                 variants[name]()
-            times[name].append((time.perf_counter() - start) / repeats)
+            times[name].append((clock() - start) / repeats)
         if sys.stderr.isatty():
             print(f"\r{i + 1}/{rounds} rounds", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():

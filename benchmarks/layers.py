@@ -2,12 +2,13 @@
 
     python benchmarks/layers.py [--rounds 9] [--threads 1]
 
-Ratios to the dense layer: time, and in brackets MACs of the factors.
+Ratios to the dense layer: CPU time, and in brackets MACs of the factors.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 
 import torch
@@ -52,6 +53,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Conv2d(128, 128, 3, padding=1, groups=4),
         lambda: torch.randn(16, 128, 16, 16),
     ),
+    "Conv2d, 32 groups": (
+        lambda: nn.Conv2d(256, 256, 3, padding=1, groups=32),
+        lambda: torch.randn(8, 256, 14, 14),
+    ),
     "Conv3d": (lambda: nn.Conv3d(32, 32, 3), lambda: torch.randn(4, 32, 10, 10, 10)),
     "ConvTranspose2d": (
         lambda: nn.ConvTranspose2d(128, 64, 4, 2, 1),
@@ -90,7 +95,7 @@ def main() -> None:
             cost = summary(model, x)
             macs[share] = cost.macs / cost.dense_macs if cost.dense_macs else None
             variants[str(share)] = step(model, x)
-        times = seconds(variants, rounds=options.rounds, repeats=2)
+        times = seconds(variants, rounds=options.rounds, repeats=2, clock=time.process_time)
         answer[kind] = {
             str(share): {"time": times.ratio(str(share), "dense"), "macs": macs[share]}
             for share in SHARES

@@ -6,29 +6,85 @@ python benchmarks/readme.py
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- benchmarks/readme.py -->\n", "<!-- end -->"
-QUESTIONS = {
-    "step_lenet_batch128": "LeNet, batch 128",
-    "step_resnet18_batch32": "ResNet-18 (CIFAR), batch 32",
-}
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def record(question: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{question}.json").read_text())
+    return found
+
+
+def rows_of(answer: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Give the name, the ratio and the spread of all that was measured beside dense."""
+    for name, row in answer.items():
+        if isinstance(row, dict) and "ratio" in row:
+            low, high = row["middle half"]
+            limit = f"{row['limit']:.2f}" if "limit" in row else ""
+            yield name, f"{row['ratio']:.2f} | {low:.2f} to {high:.2f}", limit
+
+
+def steps() -> list[str]:
+    lines = ["| model | step | × dense | middle half of rounds | limit |", "|---|---|---|---|---|"]
+    for model, answer in record("step")["answer"].items():
+        lines += [f"| {model} | {n} | {ratio} | {limit} |" for n, ratio, limit in rows_of(answer)]
+    machine = record("step")["machine"]
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    return [*lines, "", f"(CPU time, {threads}, {machine['vectors']}, torch {machine['torch']}.)"]
+
+
+def memory() -> list[str]:
+    lines = ["| model | dense | full rank, × dense | small ranks, × dense |", "|---|---|---|---|"]
+    for model, found in record("memory")["answer"].items():
+        ratios = f"{found['full rank']:.2f} | {found['small ranks']:.2f}"
+        lines.append(f"| {model} | {found['dense_mib']:.1f} MiB | {ratios} |")
+    return lines
+
+
+def peers() -> list[str]:
+    answer = record("peers")["answer"]
+    lines = ["| library | × dense | middle half of rounds |", "|---|---|---|"]
+    lines += [f"| {name} | {ratio} |" for name, ratio, _ in rows_of(answer)]
+    return [
+        *lines,
+        *(f"| {name} | did not run: {why} | |" for name, why in answer["not_run"].items()),
+    ]
+
+
+def decomposing() -> str:
+    found = record("decoder")["answer"]
+    return (
+        f"A decoder of {found['params'] / 1e9:.2f} billion parameters in bfloat16, "
+        f"{found['layers']} layers at full rank, takes {found['cpu_seconds']} seconds of CPU time "
+        f"and at most {found['peak_gib']:.1f} GiB; the model has {found['dense_gib']:.1f} GiB "
+        f"before and {found['factors_gib']:.1f} after (`python benchmarks/decoder.py`)."
+    )
 
 
 def block() -> str:
-    """Return the page's table as it follows from the results."""
-    lines = ["| model | step | × dense |", "|---|---|---|"]
-    machine = {}
-    for question, title in QUESTIONS.items():
-        record = json.loads((ROOT / "benchmarks" / "results" / f"{question}.json").read_text())
-        machine = record["machine"]
-        for name, ratio in record["answer"]["over_dense"].items():
-            if name != "dense":
-                lines.append(f"| {title} | {name} | {ratio:.2f} |")
-    lines.append("")
-    threads = machine["threads"]
-    lines.append(f"(CPU, {threads} thread{'s' * (threads > 1)}, torch {machine['torch']}.)")
+    """Return the page's tables as they follow from the results."""
+    about_memory = (
+        "The most that a step holds at once, in bytes of tensors: parameters, optimizer state, "
+        "gradients, activations, products (`python benchmarks/memory.py`)."
+    )
+    about = (
+        "Four linear layers of 512 units at rank 64, batch 256 (`python benchmarks/peers.py`, of "
+        "what is installed). Only the first two hold nothing but two factors; LoRA keeps the dense "
+        "weights frozen, `prototype.pat` trains them and decomposes them in every step."
+    )
+    parts = {
+        "### Memory of a step": [about_memory, "", *memory()],
+        "### Beside other libraries": [about, "", *peers()],
+        "### Decomposing": [decomposing()],
+    }
+    lines = steps()
+    for title, part in parts.items():
+        lines += ["", title, "", *part]
     return "\n".join(lines) + "\n"
 
 

@@ -1,25 +1,34 @@
-"""What does a training step cost beside the dense model's? Ratios of medians, lower is better.
+"""What does a training step cost beside the dense model's? Ratios of CPU time, lower is better.
 
-    python benchmarks/step.py [--rounds 9] [--threads 1] [--only lenet|resnet18]
+    python benchmarks/step.py [--rounds 15] [--threads 1] [--only "small VGG" …] [--compiled]
 
-A step is forward, backward, penalty, optimizer. `masked` is the naive way: factors of full size
-whose removed ranks are multiplied by zero. LeNet's first convolution has one channel, and low-rank
-layers compute its gradient faster than torch does: `dense, our gradient` is dense with that too.
+A step is forward, backward, penalty, optimizer; `4 batches` accumulates the gradients of four.
+`limit` is what arithmetic alone would allow: each layer composed once per step or factored,
+whichever multiplies less, at the speed of the dense layers. `masked` is the naive way: factors of
+full size whose removed ranks are multiplied by zero. Each model is measured in turn, in one
+process; results of models that are left out stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from interleaved import Times, seconds, write
+from interleaved import RESULTS, seconds, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.app.models import LeNet, resnet18
-from maestro_lod.layers import LowRankConv, few_channels
+from maestro_lod.app.models import LeNet, resnet18, resnet18_small, transformer_small, vgg19_small
+from maestro_lod.counting import dense_macs
+from maestro_lod.layers import LowRankConv, composed_once
+from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.train.shrink import cut
 
 PENALTY = 64e-6
@@ -72,51 +81,99 @@ def masked(model: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
     return model
 
 
-def with_our_gradient(model: LeNet) -> LeNet:
-    conv = model.conv1
-    conv.forward = lambda x: few_channels.convolve(
-        x, conv.weight, conv.bias, conv.stride, conv.padding
-    )
-    return model
+@dataclass(frozen=True)
+class Case:
+    """A model with a batch of its usual size."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    classes: int
+    small: float | dict[str, int] = 0.15
+    """Ranks at which training ends, or a share of them."""
+    channels_last: bool = False
+    adam: bool = False
+    skip: tuple[str, ...] = ()
+
+    def model(self, ranks: Any = None, *, low_rank: bool = True) -> nn.Module:
+        torch.manual_seed(0)
+        model = self.build()
+        if low_rank:
+            model = lod.decompose(model, skip=list(self.skip) or None)
+        if ranks is not None:
+            full = lod.ranks(model)
+            cut(model, ranks if isinstance(ranks, dict) else shares(full, ranks))
+        return model.to(memory_format=torch.channels_last) if self.channels_last else model
+
+    def batch(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        torch.manual_seed(1)
+        x = self.inputs()
+        if self.channels_last:
+            x = tuple(part.to(memory_format=torch.channels_last) for part in x)
+        shape = x[0].shape if self.adam else x[0].shape[:1]  # a class per token, or per image
+        return x, torch.randint(self.classes, shape)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the fastest optimizer of its kind that torch has, on all sides.
+
+        It does its work but moves nothing: weights that are trained on one batch for thousands of
+        steps end in denormal numbers, which are slow in themselves.
+        """
+        if self.adam:
+            return torch.optim.Adam(model.parameters(), lr=0.0, fused=True)
+        return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, fused=True)
 
 
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    """The fastest SGD that torch has, on all sides.
+def shares(full: Mapping[str, int], share: float) -> dict[str, int]:
+    return {name: max(1, round(share * rank)) for name, rank in full.items()}
 
-    It does its work but moves nothing: weights that are trained on one batch for thousands of steps
-    end in denormal numbers, which are slow in themselves.
-    """
-    return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, fused=True)
+
+def images(*shape: int) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: (torch.randn(*shape),)
+
+
+CASES = {
+    "LeNet": Case(
+        LeNet, images(64, 1, 28, 28), 10, {"conv1": 4, "conv2": 7, "fc1": 9, "fc2": 7, "fc3": 6}
+    ),
+    "small ResNet": Case(resnet18_small, images(128, 3, 32, 32), 10, channels_last=True),
+    "small VGG": Case(vgg19_small, images(128, 3, 32, 32), 10, channels_last=True),
+    "small Transformer": Case(
+        transformer_small,
+        lambda: (torch.randint(4, 9521, (128, 15)), torch.randint(4, 9521, (128, 15))),
+        9521,
+        adam=True,
+        skip=("embedding",),
+    ),
+    "ResNet-18": Case(resnet18, images(32, 3, 32, 32), 10),
+}
+BOUNDS = {
+    ("LeNet", "full rank"): 1.05,
+    ("small ResNet", "full rank"): 1.10,
+    ("small VGG", "full rank"): 1.10,
+    ("small Transformer", "full rank"): 1.03,
+    ("ResNet-18", "full rank"): 1.03,
+    **{(name, "full rank, 4 batches"): 1.03 for name in CASES},
+}
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 def plain_step(
-    model: nn.Module, x: Tensor, y: Tensor, penalty: Callable[[nn.Module], Tensor] | None = None
+    case: Case,
+    model: nn.Module,
+    *,
+    batches: int = 1,
+    penalty: Callable[[nn.Module], Tensor] | None = None,
 ) -> Callable[[], None]:
-    optimizer = sgd(model)
+    optimizer, (x, y) = case.optimizer(model), case.batch()
 
     def step() -> None:
-        loss = F.cross_entropy(model(x), y)
-        if penalty is not None:
-            loss = loss + PENALTY * penalty(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def lod_step(
-    model: nn.Module, x: Tensor, y: Tensor, ranks: Mapping[str, int] | None = None
-) -> Callable[[], None]:
-    model = lod.decompose(model)
-    if ranks is not None:
-        cut(model, ranks)
-    optimizer = sgd(model)
-    train = lod.LoD(model, optimizer, penalty=PENALTY)
-
-    def step() -> None:
-        with train.step():
-            loss = F.cross_entropy(model(x), y) + train.penalty_loss()
+        for _ in range(batches):
+            loss = loss_of(model(*x), y)
+            if penalty is not None:
+                loss = loss + PENALTY * penalty(model)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -124,93 +181,104 @@ def lod_step(
     return step
 
 
-def penalty_alone(model: nn.Module) -> Callable[[], None]:
-    model = lod.decompose(model)
+def lod_step(
+    case: Case, model: nn.Module, *, run: nn.Module | None = None, batches: int = 1
+) -> Callable[[], None]:
+    """Train as `fit` does; `run` is the compiled form of the model, if there is one."""
+    optimizer, (x, y) = case.optimizer(model), case.batch()
+    run = model if run is None else run
+    train = lod.LoD(model, optimizer, penalty=PENALTY, example=x)
 
-    def step() -> None:
-        lod.group_lasso(model).backward()
-        model.zero_grad()
+    def one() -> None:
+        train.backward(lambda: run(*x), lambda output: loss_of(output, y))
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return step
+    def several() -> None:
+        with composed_once(model, batches):
+            for _ in range(batches):
+                with train.step():
+                    loss_of(run(*x), y).backward()
+        train.add_penalty_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
 
-
-def report(question: str, times: Times, bounds: dict[str, tuple[str, str, float]]) -> None:
-    over_dense = {name: times.ratio(name, "dense") for name in times}
-    checks = {}
-    print(f"{question}: dense step {1e3 * times.median('dense'):.1f} ms")
-    for name, ratio in over_dense.items():
-        print(f"  {name:24s} {ratio:6.3f} × dense")
-    for claim, (of, over, bound) in bounds.items():
-        ratio = times.ratio(of, over)
-        checks[claim] = {"ratio": ratio, "bound": bound, "met": ratio <= bound}
-        print(f"  {'ok ' if ratio <= bound else 'NOT'} {claim}: {ratio:.3f} (at most {bound:.3g})")
-    answer = {"dense_ms": 1e3 * times.median("dense"), "over_dense": over_dense, "bounds": checks}
-    write(question, answer)
-
-
-def measure_resnet18(rounds: int) -> None:
-    x, y = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
-    full = lod.survey(resnet18()).ranks
-    small = {name: max(1, round(0.15 * rank)) for name, rank in full.items()}
-    times = seconds(
-        {
-            "dense": plain_step(resnet18(), x, y),
-            "lod full rank": lod_step(resnet18(), x, y),
-            "lod 15 %": lod_step(resnet18(), x, y, small),
-            "masked 15 %": plain_step(masked(resnet18(), small), x, y, masked_lasso),
-            "penalty alone": penalty_alone(resnet18()),
-        },
-        rounds=rounds,
-    )
-    report(
-        "step_resnet18_batch32",
-        times,
-        {
-            "full rank over dense": ("lod full rank", "dense", 1.12),
-            "15 % of the ranks over dense": ("lod 15 %", "dense", 0.36),
-            "15 % of the ranks over masked": ("lod 15 %", "masked 15 %", 1 / 1.4),
-            "penalty over the full-rank step": ("penalty alone", "lod full rank", 0.03),
-        },
-    )
+    return one if batches == 1 else several
 
 
-def measure_lenet(rounds: int) -> None:
-    x, y = torch.randn(128, 1, 28, 28), torch.randint(10, (128,))
-    settled = {"conv1": 4, "conv2": 7, "fc1": 9, "fc2": 7, "fc3": 6}
-    times = seconds(
-        {
-            "dense": plain_step(LeNet(), x, y),
-            "dense, our gradient": plain_step(with_our_gradient(LeNet()), x, y),
-            "lod full rank": lod_step(LeNet(), x, y),
-            "lod settled": lod_step(LeNet(), x, y, settled),
-            "masked settled": plain_step(masked(LeNet(), settled), x, y, masked_lasso),
-        },
-        rounds=20 * rounds,
-        repeats=5,
-    )
-    report(
-        "step_lenet_batch128",
-        times,
-        {
-            "full rank over dense": ("lod full rank", "dense", 1.10),
-            "ranks 4, 7, 9, 7, 6 over dense": ("lod settled", "dense", 1.05),
-        },
-    )
+def limit(case: Case, batches: int) -> float:
+    """Return the MACs of a step over those of the dense model, each layer in its cheaper way."""
+    model = case.model()
+    counted, more = dense_macs(model, case.batch()[0]), 0.0
+    for name, layer in low_rank_layers(model).items():
+        positions = batches * counted.positions[name]
+        composed = layer.rank * layer.dense_weights
+        more += min(composed, layer.macs(positions) - layer.dense_macs(positions))
+    return 1 + more / (batches * counted.total)
+
+
+def variants_of(case: Case, *, compiled: bool) -> dict[str, Callable[[], None]]:
+    dense = case.model(low_rank=False)
+    if compiled:
+        full, small = case.model(), case.model(case.small)
+        return {
+            "dense": plain_step(case, dense),
+            "dense, compiled": plain_step(case, torch.compile(case.model(low_rank=False))),
+            "full rank, compiled": lod_step(case, full, run=torch.compile(full)),
+            "small ranks, compiled": lod_step(case, small, run=torch.compile(small)),
+        }
+    found = {
+        "dense": plain_step(case, dense),
+        "full rank": lod_step(case, case.model()),
+        "small ranks": lod_step(case, case.model(case.small)),
+        "dense, 4 batches": plain_step(case, case.model(low_rank=False), batches=4),
+        "full rank, 4 batches": lod_step(case, case.model(), batches=4),
+    }
+    if not case.adam:  # masks are written for convolutions and linear layers
+        full = case.model()
+        ranks = case.small if isinstance(case.small, dict) else shares(lod.ranks(full), case.small)
+        step = plain_step(case, masked(full, ranks), penalty=masked_lasso)
+        found["small ranks, masked"] = step
+    return found
+
+
+def measured(name: str, case: Case, rounds: int, *, compiled: bool) -> dict[str, Any]:
+    """Return each variant's time over that of the dense step of as many batches."""
+    variants = variants_of(case, compiled=compiled)
+    once = seconds({"dense": variants["dense"]}, rounds=1, clock=time.process_time)
+    repeats = math.ceil(0.03 / once.median("dense"))
+    times = seconds(variants, rounds=rounds, repeats=repeats, clock=time.process_time)
+    answer: dict[str, Any] = {"dense_cpu_ms": 1e3 * times.median("dense")}
+    for variant in list(variants)[1:]:
+        if variant == "dense, 4 batches":
+            continue
+        over = "dense, 4 batches" if variant.endswith("4 batches") else "dense"
+        low, middle, high = times.quartiles(variant, over)
+        found: dict[str, Any] = {"ratio": middle, "middle half": [low, high]}
+        if variant.startswith("full rank") and not compiled:
+            found["limit"] = limit(case, 4 if over != "dense" else 1)
+        if bound := BOUNDS.get((name, variant)) if not compiled else None:
+            found |= {"bound": bound, "met": middle <= bound}
+        answer[variant] = found
+        print(f"{name:18s} {variant:24s} {middle:6.3f} ({low:.3f} to {high:.3f}) {found}")
+    return answer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=("lenet", "resnet18"))
-    # on a shared machine, threads that wait for each other drown what is to be measured
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compiled", action="store_true", help="with torch.compile instead")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    if options.only != "resnet18":
-        measure_lenet(options.rounds)
-    if options.only != "lenet":
-        measure_resnet18(options.rounds)
+    question = "step_compiled" if options.compiled else "step"
+    question += f"_{options.threads}_threads" if options.threads > 1 else ""
+    path = RESULTS / f"{question}.json"
+    answer = json.loads(path.read_text())["answer"] if path.exists() else {}
+    for name in options.only:
+        answer[name] = measured(name, CASES[name], options.rounds, compiled=options.compiled)
+        write(question, answer)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,8 @@ def composed_once(model: nn.Module, passes: int) -> Iterator[None]:
             layer.__dict__["kept"] = composed  # past nn.Module's slow setattr
         yield
         if left := [pair for c in mine.values() if (pair := c.left()) is not None]:
-            torch.autograd.backward(*zip(*left, strict=True))  # of the products to the factors
+            products, gradients = zip(*left, strict=True)
+            torch.autograd.backward(products, gradients)  # on to the factors
     finally:
         for layer in mine:
             layer.__dict__["kept"] = None
