@@ -31,8 +31,9 @@ COMMANDS = (
     "lod bench runs/digits --beside runs/dense",
     "lod report runs/digits runs/dense",
     "lod verify runs/digits",
-    "lod compare digits --methods lod,narrow --sizes 0.25 --lr-trials 1 --set epochs=2",
-    f"lod tune digits --max-params 20000 --min-accuracy 0.5 --largest 0.02 {FEW}",
+    "lod compare digits --methods lod,narrow --sizes 0.25 --lr-trials 1 --set epochs=12",
+    "lod tune digits --max-params 20000 --min-accuracy 0.5 --largest 0.1 --set proximal=true "
+    f"{FEW}",
     "lod compress llama --data texts.txt --max-params 80% --batches 2 --out small",
     "lod heal small --teacher llama --data texts.txt --steps 4 --batches 2 --out healed",
     "lod train digts",
@@ -64,13 +65,13 @@ def _environment(place: Path) -> dict[str, str]:
 
 def main() -> None:
     sys.path.insert(0, str(ROOT))
-    from tests.directories import write_llama, write_texts
+    from tests.directories import write_llama
 
     parts = [HEAD]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         write_llama(place / "llama")
-        write_texts(place)
+        (place / "texts.txt").write_text("the cat sat on a mat and the dog ran far away\n" * 200)
         for command in COMMANDS:
             text = said(command, place).replace(str(ROOT), "/path/to/the/checkout")
             parts.append(f"```text\n$ {command}\n{text}\n```\n")

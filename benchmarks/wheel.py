@@ -3,7 +3,7 @@
     python benchmarks/wheel.py            # `make wheel`
 
 The trial runs in an environment of its own in which only torch, safetensors and what these need can
-be imported: train, shrink, search, save, load and export as plain tensors.
+be imported, lent by this one: train, shrink, search, save, load and export as plain tensors.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
@@ -74,12 +78,15 @@ def _sources() -> list[Path]:
 
 
 def try_alone(wheel: Path) -> None:
-    """Install the wheel into an empty environment, and use it there."""
+    """Install the wheel into an environment that has what it asks for alone, and use it there."""
     with tempfile.TemporaryDirectory() as place:
-        subprocess.run([sys.executable, "-m", "venv", f"{place}/env"], check=True)
-        python, constraints = f"{place}/env/bin/python", ROOT / "constraints.txt"
-        install = [python, "-m", "pip", "install", "--quiet", "--constraint", constraints, wheel]
-        subprocess.run(install, check=True)
+        venv.create(f"{place}/env", with_pip=False)
+        python = f"{place}/env/bin/python"
+        packages = next(Path(place, "env").glob("lib/python*/site-packages"))
+        for name in needed("torch") | needed("safetensors[torch]"):
+            _lend(name, packages)
+        install = ["install", "--quiet", "--no-deps", "--no-index", wheel]
+        subprocess.run([sys.executable, "-m", "pip", "--python", python, *install], check=True)
         subprocess.run([python, "-c", SMOKE], check=True, cwd=place)
         (Path(place) / "user.py").write_text(TYPED)
         types = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "user.py"]
@@ -87,6 +94,35 @@ def try_alone(wheel: Path) -> None:
         if said.count("dict[str, int]") != 1 or "error" in said:
             sys.exit(f"py.typed does not reach a user: {said}")
         print("a user's file is checked by our types")
+
+
+def needed(asked: str) -> set[str]:
+    """Return the packages that one asks for, itself and what those ask for included."""
+    found: set[str] = set()
+    waiting = [Requirement(asked)]
+    while waiting:
+        one = waiting.pop()
+        if str(one) not in found:
+            found.add(str(one))
+            others = map(Requirement, metadata.requires(one.name) or ())
+            waiting += [other for other in others if _applies(other, one.extras)]
+    return {Requirement(text).name for text in found}
+
+
+def _applies(other: Requirement, extras: set[str]) -> bool:
+    """Say whether what a package asks for counts here, with these of its extras."""
+    return other.marker is None or any(
+        other.marker.evaluate({"extra": extra}) for extra in extras or {""}
+    )
+
+
+def _lend(name: str, packages: Path) -> None:
+    """Let an environment have a package of this one, which is large, as a link."""
+    distribution = metadata.distribution(name)
+    tops = {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}
+    for top in tops - {"__pycache__"}:
+        if not (packages / top).exists():
+            (packages / top).symlink_to(Path(str(distribution.locate_file(top))))
 
 
 if __name__ == "__main__":
