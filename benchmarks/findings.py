@@ -379,6 +379,7 @@ def run_in(tree: Path, title: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", default="3ab0e5b", help="the commit before")
+    parser.add_argument("--only", nargs="*", help="findings to try again; others stay as recorded")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     parser.add_argument("--train", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -392,21 +393,26 @@ def main() -> None:
             sys.exit(3)
         print("holds")
         return
-    from interleaved import write
+    from interleaved import RESULTS, commit, write
 
+    record, known = RESULTS / "findings.json", dict[str, Any]()
+    if options.only is not None:
+        known = {row["title"]: row for row in json.loads(record.read_text())["answer"]["rows"]}
     with tempfile.TemporaryDirectory() as folder:
         git = ["git", "-C", str(ROOT)]
         subprocess.run(
             [*git, "worktree", "add", "-q", "--detach", folder, options.before], check=True
         )
         try:
-            rows = [
-                {"finding": int(finding), "title": title, "test": test,
-                 "before": run_in(Path(folder), title), "after": run_in(ROOT, title)}
-                for title, (finding, test, _) in PROBES.items()
-            ]  # fmt: skip
+            for title, (finding, test, _) in PROBES.items():
+                if options.only is None or finding in options.only:
+                    known[title] = {
+                        "finding": int(finding), "title": title, "test": test, "commit": commit(),
+                        "before": run_in(Path(folder), title), "after": run_in(ROOT, title),
+                    }  # fmt: skip
         finally:
             subprocess.run([*git, "worktree", "remove", "--force", folder], check=True)
+    rows = [known[title] for title in PROBES]
     print(json.dumps(rows, indent=1))
     write("findings", {"before": options.before, "rows": rows})
 
