@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -101,26 +99,7 @@ def method(model: nn.Module, **options: Any) -> Any:
     return LoD(model, torch.optim.SGD(model.parameters(), lr=0.05), **options)
 
 
-# -- 1 and 2: directories and files ----------------------------------------------------------------
-
-
-@probe(1, "two at work in one directory",
-       "test_locks.py::test_two_trainings_and_a_killed_one_with_living_workers")  # fmt: skip
-def _() -> None:
-    start = [sys.executable, __file__, "--train", "epochs=1000"]
-    first = subprocess.Popen(
-        start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        while not Path("run/checkpoint.safetensors").exists():
-            time.sleep(0.05)
-        code = lod("resume", "run", seconds=20).returncode
-    except subprocess.TimeoutExpired:
-        code = 0
-    finally:
-        os.killpg(first.pid, signal.SIGKILL)
-        first.wait()
-    expect(code == 2, "both go on")
+# -- 2: files ----------------------------------------------------------------
 
 
 @probe(2, "one flipped bit of a weight",
@@ -381,10 +360,7 @@ def main() -> None:
     parser.add_argument("--before", default="3ab0e5b", help="the commit before")
     parser.add_argument("--only", nargs="*", help="findings to try again; others stay as recorded")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
-    parser.add_argument("--train", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.train:
-        sys.exit(lod("train", "digits", "--out", "run", "--set", options.train).returncode)
     if options.probe:
         try:
             PROBES[options.probe][2]()
