@@ -108,13 +108,14 @@ def findings() -> str:
     for row in told["answer"]["rows"]:
         cells = (row["title"], row["before"], row["after"], f"`{row['test']}`")
         lines.append(f"| {row['finding']} | {' | '.join(cells)} |")
-    before = told["answer"]["before"]
-    return "\n".join([*lines, "", f"(Before: commit {before}. After: {where(told)}.)"]) + "\n"
+    before, now = told["answer"]["before"], {row["commit"] for row in told["answer"]["rows"]}
+    commits = f"Before: commit {before}. After: commits {', '.join(sorted(now))}"
+    return "\n".join([*lines, "", f"({commits}.)"]) + "\n"
 
 
 def documented(text: str) -> str:
     """Return the docs with the tables as they follow from the results."""
-    for name, table in (("counts", counts()), ("costs", costs())):
+    for name, table in (("counts", counts()), ("costs", costs()), ("findings", findings())):
         head, rest = text.split(START.format(name))
         end = END.format(name)
         text = head + START.format(name) + table + end + rest.split(end, 1)[1]

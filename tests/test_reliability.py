@@ -41,6 +41,13 @@ def test_what_was_counted_is_as_much_as_promised() -> None:
     assert [sum(ends.values()) for ends in results["locks"].values()] == [50, 50]
 
 
+def test_what_was_found_fails_on_the_code_before_and_holds_now() -> None:
+    told = json.loads((ROOT / "benchmarks" / "results" / "findings.json").read_text())
+    rows = told["answer"]["rows"]
+    assert {row["finding"] for row in rows} >= {*range(2, 11)}
+    assert all(row["before"] != "holds" and row["after"] == "holds" for row in rows)
+
+
 def test_every_test_that_is_named_exists() -> None:
     named = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", DOCS)
     assert len(named) > 20
