@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import maestro_lod as lod
+from maestro_lod.app.cli import COMMANDS
 from maestro_lod.integrations.huggingface import save_pretrained
 from maestro_lod.train.elastic import Elastic
 from tests.directories import write_llama
@@ -122,3 +123,10 @@ def test_every_public_name_is_in_the_reference_with_an_example() -> None:
     examples = "".join(code_of("api"))
     for name in lod.__all__:
         assert f"lod.{name}" in examples, name
+
+
+def test_what_every_command_says_is_shown_without_colours() -> None:
+    shown = (ROOT / "docs" / "output.md").read_text(encoding="utf-8")
+    for command in COMMANDS:
+        assert f"\n$ lod {command} " in shown or f"\n$ lod {command}\n" in shown, command
+    assert "\x1b" not in shown and "Traceback" not in shown
