@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import warnings
 from collections.abc import Callable
@@ -63,14 +64,18 @@ class Pair:
         for process, end in enumerate(self._ends):
             if not end.poll(WAIT):
                 raise AssertionError(f"process {process} does not answer")
-            answers.append(end.recv())
+            try:
+                answers.append(end.recv())
+            except EOFError:
+                answers.append((None, "it has ended without an answer"))
         if errors := [f"process {i}:\n{e}" for i, (_, e) in enumerate(answers) if e is not None]:
             raise AssertionError("\n".join(errors))
         return [value for value, _ in answers]
 
     def close(self) -> None:
         for end in self._ends:
-            end.send(None)
+            with contextlib.suppress(BrokenPipeError):  # of one that has ended
+                end.send(None)
         for process in self._processes:
             process.join(30)
             process.kill()

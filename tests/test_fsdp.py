@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from maestro_lod import LoD, MaestroError, load, ranks, save
+from maestro_lod import LoD, MaestroError, decompose, load, ranks, save, tensors
+from maestro_lod.distributed import shard_files
 from maestro_lod.distributed.fsdp import across_ranks
+from maestro_lod.distributed.shards import gathered
 from maestro_lod.train.strength import Budget
+from tests.pair import Pair
 from tests.test_ddp import OPTIMIZERS, batch, share, small_model
 
 EPOCHS, STEPS = 5, 3
@@ -183,6 +189,44 @@ def test_a_sharded_layer_keeps_one_rank_of_zeros(pair):
     assert pair(without_a_layer) == [1, 1]
 
 
+def message_of_other_seeds() -> str:
+    model = sharded(small_model())
+    train = LoD(model, OPTIMIZERS["sgd"](model.parameters()), seed=dist.get_rank())
+    x, y = batch(0)
+    with pytest.raises(MaestroError) as caught, train.step():
+        F.cross_entropy(model(share(x)), share(y)).backward()
+    return str(caught.value)
+
+
+def test_shards_with_other_seeds_are_refused_at_the_first_step(pair):
+    for message in pair(message_of_other_seeds):
+        assert "do not agree on the ranks to draw" in message and "process 1" in message
+
+
+def killed_in_a_shrink() -> None:
+    """Shrink shards; the second process is killed while rows of a factor move."""
+    model = sharded(small_model())
+    train = LoD(model, OPTIMIZERS["sgd"](model.parameters()), threshold=1e-4)
+    x, y = batch(0)
+    with train.step():
+        F.cross_entropy(model(share(x)), share(y)).backward()
+    train.optimizer.step()
+    make_useless(model, 0)
+    if dist.get_rank() == 1:
+        dist.all_to_all_single = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    train.end_epoch()
+
+
+def test_a_process_that_is_killed_in_a_shrink_is_told_by_the_others(tmp_path):
+    both = Pair(tmp_path)
+    with pytest.raises(AssertionError) as caught:
+        both(killed_in_a_shrink)
+    both.close()
+    told, rest = str(caught.value).split("process 1:")
+    assert "TrainingError: another process of this training has ended" in told
+    assert "it has ended without an answer" in rest
+
+
 def message_for_tensor_parallel() -> str:
     model = small_model()
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -241,3 +285,88 @@ def test_a_file_from_shards_is_the_file_of_the_whole_model(pair, tmp_path):
     for outputs in (first["outputs"], second["outputs"]):
         for mine, theirs in zip(outputs, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def large_model() -> nn.Module:
+    """A model whose tensors are far longer than what is proven at once."""
+    torch.manual_seed(2)
+    return decompose(nn.Sequential(nn.Linear(512, 384), nn.Tanh(), nn.Linear(384, 256)))
+
+
+def sharded_whole(across: bool) -> nn.Module:
+    model = large_model()
+    return fully_shard(model, shard_placement_fn=across_ranks(model) if across else None)
+
+
+def counted_load(path: Path, across: bool, ranks: Any) -> tuple[int, dict[str, Any]]:
+    """Load into shards; return the bytes that this process has read, and the whole state."""
+    model, read, fill = sharded_whole(across), [], tensors._fill
+
+    def counted(left: memoryview, file: Any) -> None:
+        read.append(len(left))
+        fill(left, file)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tensors, "_fill", counted)
+        load(path, into=model, ranks=ranks)
+    return sum(read), {key: whole(value) for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("ranks", [None, 0.25], ids=["all ranks", "a quarter"])
+@pytest.mark.parametrize("across", [False, True], ids=["along ranks", "across ranks"])
+def test_each_process_reads_its_share_of_a_file(pair, tmp_path, across, ranks):
+    path = tmp_path / "large.safetensors"
+    save(large_model(), path)
+    alone = load(path, into=large_model(), ranks=ranks)
+    size = sum(value.nbytes for value in alone.state_dict().values())
+    with path.open("rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    for read, state in pair(counted_load, path, across, ranks):
+        for key, value in alone.state_dict().items():
+            assert torch.equal(state[key], value)
+        # blocks are proven as a whole: a sixteenth at both ends
+        assert size / 2 <= read - header <= size / 2 * (1 + 3 / 16)
+
+
+def message_of_damage(path: Path) -> str:
+    model = sharded_whole(across=False)
+    before = {key: whole(value).clone() for key, value in model.state_dict().items()}
+    with pytest.raises(MaestroError) as caught:
+        load(path, into=model)
+    assert all(torch.equal(whole(v), before[k]) for k, v in model.state_dict().items())
+    return str(caught.value)
+
+
+def test_damage_that_one_process_reads_is_an_error_in_all(pair, tmp_path):
+    path = tmp_path / "large.safetensors"
+    save(large_model(), path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # of the last rank
+    path.write_bytes(content)
+    first, second = pair(message_of_damage, path)
+    assert "process 1 cannot read its part" in first and "are not those that were written" in first
+    assert "is damaged" in second
+
+
+def most_at_a_time(directory: Path) -> int:
+    """Save from shards; return how many whole tensors were there at a time, at most."""
+    living: list[weakref.ref[torch.Tensor]] = []
+    most = [0]
+
+    def watched(value: torch.Tensor) -> torch.Tensor:
+        found = gathered(value)
+        living.append(weakref.ref(found))
+        most[0] = max(most[0], sum(ref() is not None for ref in living))
+        return found
+
+    model = sharded_whole(across=False)
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (tensors, shard_files):
+            patched.setattr(module, "gathered", watched)
+        save(model, directory / "large.safetensors")
+    assert len(living) == len(model.state_dict())
+    return most[0]
+
+
+def test_no_process_holds_more_than_one_tensor_whole_while_it_saves(pair, tmp_path):
+    assert pair(most_at_a_time, tmp_path) == [1, 1]

@@ -192,10 +192,10 @@ def _load_shards(
     first = contents.aliases
     factors = {f"{n}.{f}".lstrip("."): (chosen[n], f) for n in chosen for f in "uv"}
 
-    def read(key: str) -> Tensor:
+    def read(key: str, rows: range | None) -> Tensor:
         key = first.get(key, key)
         rank, factor = factors.get(key, (None, ""))
-        value = file.read(key, rank)
+        value = file.read(key, rank if rows is None else rows)
         return value.transpose(0, 1) if factor == "u" else value
 
     shapes = {key: [*shape] for key, shape in file.shapes.items()}

@@ -221,34 +221,44 @@ class TensorFile:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {key: entry.shape for key, entry in self._entries.items()}
 
-    def read(self, key: str, rows: int | None = None) -> Tensor:
-        """Read a tensor, or its first rows, and refuse bytes that are not those written."""
+    def read(self, key: str, rows: int | range | None = None) -> Tensor:
+        """Read a tensor, its first rows or a range of them; refuse bytes that were not written."""
         entry = self._entries[key]
-        shape = entry.shape if rows is None else (min(rows, entry.shape[0]), *entry.shape[1:])
-        size = math.prod(shape) * entry.dtype.itemsize
-        if not size:
-            return torch.empty(shape, dtype=entry.dtype)
-        self._file.seek(self._start + entry.begin)
-        raw = _read(self._file, size) if self._proofs is None else self._read_proven(key, size)
+        shape = entry.shape
+        if rows is not None:
+            rows = rows if isinstance(rows, range) else range(min(rows, shape[0]))
+            shape = (len(rows), *shape[1:])
         count = math.prod(shape)
-        return torch.frombuffer(raw, dtype=entry.dtype, count=count).view(shape)
+        if not count:
+            return torch.empty(shape, dtype=entry.dtype)
+        size = count * entry.dtype.itemsize
+        begin = 0 if rows is None else rows.start * (size // len(rows))
+        if self._proofs is None:
+            self._file.seek(self._start + entry.begin + begin)
+            raw, ahead = _read(self._file, size), 0
+        else:
+            raw, ahead = self._read_proven(key, begin, begin + size)
+        return torch.frombuffer(raw, dtype=entry.dtype, count=count, offset=ahead).view(shape)
 
-    def _read_proven(self, key: str, size: int) -> bytearray:
-        """Read the blocks that hold the first bytes of a tensor, and compare them."""
+    def _read_proven(self, key: str, begin: int, end: int) -> tuple[bytearray, int]:
+        """Read and compare the blocks that hold some bytes; say where in them these begin."""
         assert self._proofs is not None
         kind, proofs = self._proofs
-        ends = self._entries[key].ends
-        needed = [end for end, before in zip(ends, [0, *ends], strict=False) if before < size]
+        blocks = [*zip([0, *self._entries[key].ends], self._entries[key].ends, strict=False)]
+        first = next(i for i, (_, stop) in enumerate(blocks) if stop > begin)
+        start = blocks[first][0]
+        needed = [stop - start for before, stop in blocks[first:] if before < end]
         raw = bytearray(needed[-1])
         whole, found = memoryview(raw), ""
-        for begin, ends in in_pieces(needed):  # digested while they are in the processor's cache
-            piece = whole[begin : begin + ends[-1]]
+        self._file.seek(self._start + self._entries[key].begin + start)
+        for at, ends in in_pieces(needed):  # digested while they are in the processor's cache
+            piece = whole[at : at + ends[-1]]
             _fill(piece, self._file)
             found += kind.of_blocks(piece, ends)
-        at = self._first_proof[key] * kind.length
+        at = (self._first_proof[key] + first) * kind.length
         if found != proofs[at : at + len(found)]:
             raise _Damage(f"the bytes of {key} are not those that were written")
-        return raw
+        return raw, begin - start
 
     @cached_property
     def _first_proof(self) -> dict[str, int]:

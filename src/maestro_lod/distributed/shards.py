@@ -153,13 +153,26 @@ def whole_norm(value: Tensor) -> float:
     return math.sqrt(float(square if cut is None else sum_over(square, cut.group)))
 
 
-def part_of(whole: Tensor, like_this: DTensor, shape: Sequence[int]) -> Tensor:
-    """Return what this process holds of a tensor of a shape, cut as another one is."""
-    cut = Cut.of(like_this)
-    if cut is None:
-        return whole
-    held = cut.held(shape[cut.dim])
-    return whole.narrow(cut.dim, held.start, len(held))
+def exchanged(part: Tensor, dim: int, size: int, cut: Cut) -> Tensor:
+    """Return what this process holds by a cut, of a tensor of which each gives a part of another.
+
+    What is given is cut alike, but along `dim`, where the whole tensor has so many places.
+    """
+    mine, processes = cut.held(part.shape[cut.dim]), range(cut.world)
+    theirs = [cut.held(part.shape[cut.dim], process) for process in processes]
+    to = [part.narrow(cut.dim, places.start, len(places)).reshape(-1) for places in theirs]
+    come = [[*part.shape] for _ in processes]
+    for process, shape in enumerate(come):
+        shape[dim], shape[cut.dim] = len(cut.held(size, process)), len(mine)
+    sent, counts = torch.cat(to), [math.prod(shape) for shape in come]
+    received = sent.new_empty(sum(counts))
+    in_bytes = [[sent.itemsize * count for count in each] for each in (counts, map(len, to))]
+    with explaining_loss_of_others():  # as bytes, because gloo does not know every type
+        dist.all_to_all_single(
+            received.view(torch.uint8), sent.view(torch.uint8), in_bytes[0], in_bytes[1], cut.group
+        )
+    pieces = zip(torch.split(received, counts), come, strict=True)
+    return torch.cat([piece.view(shape) for piece, shape in pieces], dim)
 
 
 @torch.no_grad()
