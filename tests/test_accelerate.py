@@ -12,13 +12,13 @@ from torch import optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from maestro_lod import LoD, decompose, ranks, shrink
+from maestro_lod import LoD, at_ranks, decompose, ranks, shrink
 from maestro_lod.errors import LayerError, OptionError, TrainingError
 from maestro_lod.layers import LowRank
 from tests import trainers as task
 
 pytest.importorskip("accelerate")
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker
 
@@ -108,6 +108,23 @@ def test_a_run_goes_on_from_a_directory_as_if_it_had_never_stopped(tmp_path: Pat
     task.assert_same_weights(within.model, expected)
 
 
+def test_an_older_larger_state_is_loaded_evaluated_at_chosen_ranks_and_trained_on(
+    tmp_path: Path,
+) -> None:
+    run, (x, _) = Run(), task.SGD.samples()
+    run.epochs(0, 3, save_in=tmp_path)
+    small, last = sum(ranks(run.model).values()), run.model(x).detach()
+    run.accelerator.load_state(str(tmp_path / "after 0"))
+    assert sum(ranks(run.model).values()) > small
+    whole = run.model(x).detach()
+    with at_ranks(run.model, 2):
+        at_two = run.model(x).detach()
+    assert (whole - last).abs().max() > 1e-3 and (at_two - whole).abs().max() > 1e-3
+    torch.testing.assert_close(run.model(x).detach(), whole, rtol=0, atol=0)
+    run.epochs(1, task.EPOCHS)
+    task.assert_same_weights(run.model, task.by_hand().model)
+
+
 def test_ranks_and_cost_reach_the_trackers() -> None:
     class Tracker(GeneralTracker):
         name, requires_logging_directory = "kept", False
@@ -191,6 +208,9 @@ def test_wrong_use_is_refused() -> None:
     accelerator.scaler = object()  # as float16 has one on a GPU
     with pytest.raises(OptionError, match="Use proximal=True, or bf16"):
         Run(accelerator=accelerator)
+    accelerator.state.distributed_type = DistributedType.FSDP  # as on a GPU; a CPU has DDP instead
+    with pytest.raises(OptionError, match=r"FSDP by Accelerate .* Use DDP"):
+        AcceleratedLoD(accelerator, run.model, run.optimizer)
 
 
 def test_a_penalty_that_never_arrives_is_an_error() -> None:

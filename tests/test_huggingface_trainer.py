@@ -19,6 +19,7 @@ from tests import trainers as task
 
 hf = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from accelerate import DistributedType  # noqa: E402
 
 from maestro_lod.integrations.huggingface_trainer import LoDTrainerCallback  # noqa: E402
 
@@ -221,6 +222,6 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
         scaled.train()
 
     sharded = trainer(tmp_path)
-    sharded.is_fsdp_enabled = True
-    with pytest.raises(OptionError, match="Use DDP"):
+    sharded.accelerator.state.distributed_type = DistributedType.FSDP  # as on a GPU
+    with pytest.raises(OptionError, match=r"FSDP by Accelerate .* Use DDP"):
         LoDTrainerCallback(sharded)

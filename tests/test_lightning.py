@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     lightning = pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from maestro_lod.integrations.lightning import LoDCallback
 
@@ -255,6 +256,16 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(OptionError, match="automatic_optimization=False"):
         plain = trainer(LoDCallback(), gradient_clip_val=None, accumulate_grad_batches=1)
         plain.fit(decompose(Manual()), loader())
+
+    flat = trainer(LoDCallback())
+    flat._accelerator_connector.strategy = FSDPStrategy()  # which Lightning gives to GPUs only
+    with pytest.raises(OptionError, match="FSDPStrategy flattens parameters"):
+        flat.callbacks[0].setup(flat, module(), "fit")
+    flat._accelerator_connector.strategy = ModelParallelStrategy()
+    flat.callbacks[0].setup(flat, module(), "fit")
+    flat.ckpt_path = "some.ckpt"
+    with pytest.raises(OptionError, match="loads shards by the shapes"):
+        flat.callbacks[0].setup(flat, module(), "fit")
 
     class Two(Module):
         def configure_optimizers(self) -> Any:

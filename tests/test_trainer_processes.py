@@ -15,7 +15,12 @@ from tests.trainer_processes import CASES, COUNT
 from tests.trainers import EPOCHS, by_hand
 
 ROOT = Path(__file__).parent.parent
-NEEDED = {"accelerate": "accelerate", "huggingface": "transformers", "lightning": "lightning"}
+NEEDED = {
+    "accelerate": "accelerate",
+    "huggingface": "transformers",
+    "lightning": "lightning",
+    "lightning_sharded": "lightning",
+}
 
 
 @pytest.fixture(scope="module")

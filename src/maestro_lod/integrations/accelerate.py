@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -48,6 +48,7 @@ class AcceleratedLoD:
         optimizer: Optimizer,
         **options: Unpack[Options],
     ) -> None:
+        require_whole_parameters(accelerator)
         self._accelerator, self._model = accelerator, model
         inner = accelerator.unwrap_model(model)
         _require_alone(accelerator, inner)
@@ -109,6 +110,17 @@ class AcceleratedLoD:
         """Restore the state; the accelerator has restored model and optimizer before."""
         self._driver.load_state_dict(state)
         self.steps = int(state["optimizer_steps"])
+
+
+def require_whole_parameters(accelerator: Accelerator) -> None:
+    """Refuse parameters in parts, which Accelerate saves and loads by the shapes they had."""
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise OptionError(
+            f"{kind.value} by Accelerate saves and loads parts of parameters by shapes that a "
+            "shrink changes. Use DDP, which torchrun gives without its options, or fully_shard in "
+            "a loop of your own or in Lightning's ModelParallelStrategy."
+        )
 
 
 def require_unscaled(accelerator: Accelerator, driver: Driver) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from maestro_lod.errors import OptionError, TrainingError
-from maestro_lod.integrations.accelerate import require_unscaled
+from maestro_lod.integrations.accelerate import require_unscaled, require_whole_parameters
 from maestro_lod.integrations.driver import (
     Driver,
     Options,
@@ -51,11 +51,7 @@ class LoDTrainerCallback(TrainerCallback):
                 f"LoDTrainerCallback was given a {type(trainer).__name__}: make the trainer first, "
                 "then trainer.add_callback(LoDTrainerCallback(trainer, …))."
             )
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            raise OptionError(
-                "parameters are sharded by DeepSpeed or FSDP, where the Trainer's optimizer cannot "
-                "follow a shrink. Use DDP, which is what torchrun gives without their options."
-            )
+        require_whole_parameters(trainer.accelerator)
         self._driver = Driver(**options)
         self._untouched: Callable[..., Tensor] | None = None
         self._trainer = cast("Any", trainer)  # its attributes may be None, by their types

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -57,6 +58,16 @@ class LoDCallback(Callback):
         require_single(trainer.callbacks, LoDCallback)  # type: ignore[attr-defined]
         if stage == "fit":
             require_low_rank(pl_module)
+            if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
+                raise OptionError(
+                    f"{type(trainer.strategy).__name__} flattens parameters, which cannot follow a "
+                    "shrink. Use strategy='ddp', or fully_shard in a ModelParallelStrategy."
+                )
+            if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.ckpt_path:
+                raise OptionError(
+                    "a ModelParallelStrategy loads shards by the shapes they are made with, not "
+                    "those after a shrink. Leave ckpt_path out, and load what lod.save wrote."
+                )
             if not pl_module.automatic_optimization:
                 raise OptionError(
                     f"{type(pl_module).__name__} has automatic_optimization=False: only it knows "
