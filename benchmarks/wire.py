@@ -4,13 +4,14 @@
 
 Two processes on this machine, gloo. Bytes are what each process hands to the process group: DDP's
 buckets, seen by a communication hook; FSDP2's parts and gradients, seen at the collective calls.
-Every epoch takes a fifth of the ranks of every layer. Writes results/wire.json, wire.svg and
-shrink.json.
+Every epoch takes a fifth of the ranks of every layer. Writes results/wire.json and shrink.json, and
+from both the table and the picture of docs/distributed.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -35,6 +36,8 @@ from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.plot import svg
 
 WORLD, EPOCHS, KEPT = 2, 8, 0.8
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+START, END = "<!-- benchmarks/wire.py -->\n", "<!-- end -->"
 
 
 def transformer() -> nn.Module:
@@ -202,6 +205,41 @@ def in_both(function: Callable[..., Any], *arguments: Any) -> Any:
     return answer
 
 
+# -- what the page says ----------------------------------------------------------------------------
+
+
+def kept(question: str) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads((RESULTS / f"{question}.json").read_text())["answer"]
+    return answer
+
+
+def picture() -> str:
+    curves = {
+        name: [(row["stored_bytes"] / 1e6, row["sent"] / 1e6) for row in rows]
+        for name, rows in kept("wire")["per_epoch"].items()
+    }
+    return svg(curves, title="Bytes per step and process", across="MB stored", up="MB handed over")
+
+
+def table() -> str:
+    """Return the table of the page."""
+    lines = [
+        "| model | MB stored, at first and last | bytes per step over bytes stored "
+        "| a shrink, × a step |",
+        "|---|---|---|---|",
+    ]
+    times = kept("shrink")["median_seconds"]
+    for name, rows in kept("wire")["per_epoch"].items():
+        stored = [row["stored_bytes"] / 1e6 for row in rows]
+        shares = [row["sent"] / row["stored_bytes"] for row in rows]
+        lines.append(
+            f"| {name} | {stored[0]:.1f} → {stored[-1]:.1f} | {min(shares):.3f} to "
+            f"{max(shares):.3f} | {times[name]['steps_per_shrink']:.2f} |"
+        )
+    note = f"({WORLD} processes, gloo; {EPOCHS} epochs, each of which takes a fifth of the ranks.)"
+    return "\n".join([*lines, "", note, ""])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=["bytes", "time"])
@@ -210,17 +248,13 @@ def main() -> None:
     if only != "time":
         found = {f"{n}, {how}": in_both(bytes_per_step, n, how) for n, how in systems}
         write("wire", {"processes": WORLD, "per_epoch": found})
-        curves = {
-            n: [(row["stored_bytes"] / 1e6, row["sent"] / 1e6) for row in rows]
-            for n, rows in found.items()
-        }
-        page = svg(
-            curves, title="Bytes per step and process", across="MB stored", up="MB handed over"
-        )
-        (RESULTS / "wire.svg").write_text(page, encoding="utf-8")
     if only != "bytes":
         times = {f"{n}, {how}": in_both(shrink_seconds, n, how) for n, how in systems}
         write("shrink", {"processes": WORLD, "median_seconds": times})
+    (DOCS / "images" / "wire.svg").write_text(picture(), encoding="utf-8")
+    page = DOCS / "distributed.md"
+    head, rest = page.read_text(encoding="utf-8").split(START)
+    page.write_text(head + START + table() + END + rest.split(END, 1)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":

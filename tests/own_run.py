@@ -1,9 +1,10 @@
-"""A recipe's own model and data, and a process that is killed where a test asks for it."""
+"""A recipe's own models and data, and a process that is killed where a test asks for it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,20 @@ def _killed_once(where: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _stopped_by_a_signal() -> None:
+    """Let whoever started the processes be sent Ctrl-C, if a test asks for it; go on with ours."""
+    if "TEST_STOP" not in os.environ or os.environ.get("RANK") != "0":
+        return
+    arrived: list[int] = []
+    stop: Any = signal.getsignal(signal.SIGINT)
+    signal.signal(
+        signal.SIGINT, lambda number, frame: arrived.append(number) or stop(number, frame)
+    )
+    os.kill(os.getppid(), signal.SIGINT)
+    while not arrived:
+        time.sleep(0.01)
+
+
 def dist_starts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
@@ -54,6 +69,7 @@ class Model(nn.Module):
             self.forwards += 1
             if self.forwards == 11:  # in the middle of an epoch
                 _killed_once("step")
+                _stopped_by_a_signal()
         return self.head(self.body(x))
 
 
@@ -68,9 +84,32 @@ def model() -> nn.Module:
     return Model()
 
 
-def data(batch: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.LSTM(8, 10, batch_first=True), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[0][:, -1])
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).mean(1))
+
+
+def data(batch: int, *shape: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
     drawn = torch.Generator().manual_seed(3)
-    x = torch.randn(47, 12, generator=drawn)  # the last batch has an odd number
+    x = torch.randn(47, *(shape or (12,)), generator=drawn)  # the last batch has an odd number
     y = torch.randint(3, (47,), generator=drawn)
     batches = [*zip(x.split(batch), y.split(batch), strict=True)]
     return {"train": batches, "validation": batches[:1], "test": batches[1:2]}
+
+
+def sequences(batch: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    return data(batch, 5, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from rich.console import Console
+from torch import distributed as dist
 
+from maestro_lod.app import stopping
 from maestro_lod.app.cli import main
+from maestro_lod.app.display import Display
 from maestro_lod.app.recipe import load_recipe
 from maestro_lod.app.run import Interrupted, Run
+from maestro_lod.errors import TrainingError
 from maestro_lod.state import load_state
 from maestro_lod.tensors import opened_file
 from tests.own_run import RECIPE
@@ -30,15 +37,17 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def torchrun(*arguments: Any, restarts: int = 0, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "--max-restarts", str(restarts), "-m", "maestro_lod", *map(str, arguments),
-        ],
+def started(*command: Any, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *map(str, command)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+
+
+def torchrun(*arguments: Any) -> subprocess.Popen[str]:
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    return started(*launcher, "-m", "maestro_lod", *arguments)
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -47,7 +56,6 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(run: Run, alone: Run) -> None:
-    assert len({record.total_rank for record in alone.epochs()}) > 4  # at least four shrinks
     assert [r.ranks for r in run.epochs()] == [r.ranks for r in alone.epochs()]
     for mine, theirs in zip(run.epochs(), alone.epochs(), strict=True):
         assert mine.train == pytest.approx(theirs.train, rel=1e-5)
@@ -62,19 +70,16 @@ def test_processes_that_are_killed_in_a_step_and_in_a_shrink_end_as_one_undistur
 ):
     alone = Run.create(load_recipe(str(recipe)), tmp_path / "alone")
     alone.train()
-    done = torchrun(
-        "train",
-        recipe,
-        "--out",
-        tmp_path / "two",
-        "--quiet",
-        restarts=2,
-        TEST_KILL_IN=str(tmp_path),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert len({record.total_rank for record in alone.epochs()}) > 4  # at least four shrinks
+    going = started(
+        "maestro_lod", "train", recipe, "--out", tmp_path / "two", "--quiet",
+        "--nproc", 2, "--max-restarts", 2, TEST_KILL_IN=str(tmp_path),
+    )  # fmt: skip
+    said, complained = going.communicate()
+    assert going.returncode == 0, complained[-3000:]
     assert (tmp_path / "step").exists() and (tmp_path / "shrink").exists()
-    assert done.stderr.count("another process of this training has ended") == 2
-    assert done.stdout.count("report:") == 1
+    assert complained.count("another process of this training has ended") == 2, complained
+    assert said.count("report:") == 1
     assert_same_run(Run(tmp_path / "two", alone.recipe), alone)
 
 
@@ -91,9 +96,108 @@ def test_a_run_goes_on_in_another_number_of_processes(recipe, tmp_path):
     with pytest.raises(Interrupted):
         stopped.train(stop=after_eight_steps)
     assert load_state(stopped.checkpoint)["progress"]["batch"] > 0  # in the middle of an epoch
-    done = torchrun("resume", stopped.directory, "--quiet")
-    assert done.returncode == 0, done.stderr[-3000:]
+    going = torchrun("resume", stopped.directory, "--quiet")
+    _, complained = going.communicate()
+    assert going.returncode == 0, complained[-3000:]
     assert_same_run(stopped, alone)
+
+
+def test_a_signal_stops_all_processes_with_a_checkpoint_and_they_go_on(recipe, tmp_path):
+    alone = Run.create(load_recipe(str(recipe)), tmp_path / "alone")
+    alone.train()
+    out = tmp_path / "two"
+    going = started("maestro_lod", "train", recipe, "--out", out, "--nproc", 2, TEST_STOP="1")
+    said, complained = going.communicate()
+    assert going.returncode == 130, complained[-3000:]
+    again = f"lod resume {out} --nproc 2"
+    assert said.count(f"stopped; everything is saved. Go on with: {again}") == 1
+    assert load_state(out / "checkpoint.safetensors")["progress"]["batch"] > 0
+    Run.open(out).train()
+    assert_same_run(Run(out, alone.recipe), alone)
+
+
+# -- recipes, in two processes that are there already ----------------------------------------------
+
+SEQUENCES = ["data=tests.own_run:sequences", "epochs=4"]
+LSTM = [*SEQUENCES, "model=tests.own_run:Recurrent", "optimizer=adamw", "optimizer.lr=0.01"]
+# by SGD: the bias of keys has no gradient but rounding, of which Adam makes whole steps
+TRANSFORMER = [*SEQUENCES, "model=tests.own_run:Attending"]
+DIGITS = ["epochs=3", "batch=360"]
+CASES: dict[str, tuple[str, list[str]]] = {
+    "digits, λ": ("digits", [*DIGITS, "penalty=1", "proximal=true"]),
+    "digits, budget": ("digits", [*DIGITS, "budget.params=40%"]),
+    "digits, elastic": ("digits", [*DIGITS, "elastic=0.2"]),
+    "digits, dense": ("digits", [*DIGITS, "method=dense"]),
+    "LSTM, λ": ("own", [*LSTM, "penalty=3"]),
+    "LSTM, budget": ("own", [*LSTM, "budget.params=50%"]),
+    "transformer, λ": ("own", [*TRANSFORMER, "penalty=1"]),
+    "transformer, budget": ("own", [*TRANSFORMER, "budget.params=50%"]),
+    "transformer, elastic": ("own", [*TRANSFORMER, "elastic=0.3"]),
+}
+_WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
+_watched: list[tuple[Path, list[str]]] = []
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note what a process writes where it is watched; such a hook stays for good."""
+    if not _watched or not (event == "open" or event in _WRITES):
+        return
+    writes = event in _WRITES or arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    directory, seen = _watched[0]
+    if writes and str(arguments[0]).startswith(str(directory)):
+        seen.append(f"{event} {arguments[0]}")
+
+
+def trained_together(recipe: str, changes: list[str], directory: Path) -> list[str]:
+    """Train a recipe in processes that are a group already; return what this one has written."""
+    process = str(dist.get_rank())
+    told = {"RANK": process, "LOCAL_RANK": process, "WORLD_SIZE": str(dist.get_world_size())}
+    written: list[str] = []
+    sys.addaudithook(_audit)
+    with pytest.MonkeyPatch.context() as patched:
+        for key, value in (told | {"XDG_CONFIG_HOME": str(directory.parent)}).items():
+            patched.setenv(key, value)
+        _watched.append((directory, written))
+        try:
+            Run.create(load_recipe(recipe, changes), directory).train()
+        finally:
+            _watched.clear()
+    return written
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_recipe_in_two_processes_is_the_run_of_one(case, recipe, tmp_path, pair):
+    name, changes = CASES[case]
+    path = str(recipe) if name == "own" else name
+    alone = Run.create(load_recipe(path, changes), tmp_path / "alone")
+    alone.train()
+    by_first, by_second = pair(trained_together, path, changes, tmp_path / "two")
+    assert any("report.html" in line for line in by_first) and by_second == []
+    total = [record.total_rank for record in alone.epochs()]
+    assert "λ" not in case or total[-1] < total[0]
+    assert_same_run(Run(tmp_path / "two", alone.recipe), alone)
+
+
+def test_signals_wait_until_a_process_has_said_why_it_ends(recipe, monkeypatch):
+    handled = []
+
+    def complained(error: object, code: int) -> int:
+        handled.append((str(error), callable(signal.getsignal(signal.SIGTERM))))
+        return code
+
+    monkeypatch.setattr(stopping, "complain", complained)
+    before = signal.getsignal(signal.SIGTERM)
+    display = Display(Console(), quiet=True)
+    with (
+        pytest.raises(typer.Exit),
+        stopping.stoppable(display, load_recipe(str(recipe)), "again", lambda: True),
+    ):
+        raise TrainingError("another process has ended")
+    assert handled == [("another process has ended", True)]
+    assert signal.getsignal(signal.SIGTERM) == before == signal.SIG_DFL
+
+
+# -- mistakes --------------------------------------------------------------------------------------
 
 
 def test_several_processes_have_to_be_told_where_the_run_is(recipe, monkeypatch, tmp_path, capsys):
@@ -102,3 +206,7 @@ def test_several_processes_have_to_be_told_where_the_run_is(recipe, monkeypatch,
     with pytest.raises(SystemExit) as ended:
         main(["train", str(recipe)])
     assert ended.value.code == 2 and "--out" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(recipe), "--out", str(tmp_path / "two"), "--nproc", "2"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "torchrun has started 2 processes already" in said

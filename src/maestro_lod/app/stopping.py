@@ -16,7 +16,8 @@ from maestro_lod.app.recipe import Recipe
 from maestro_lod.app.run import Interrupted
 from maestro_lod.app.setup import own_names
 from maestro_lod.app.terminal import complain, say
-from maestro_lod.errors import MaestroError, listed
+from maestro_lod.app.together import is_first
+from maestro_lod.errors import MaestroError, TrainingError, listed
 
 
 @contextmanager
@@ -24,30 +25,35 @@ def stoppable(
     display: Display, recipe: Recipe, again: str, saved: Callable[[], bool]
 ) -> Iterator[list[int]]:
     """Let signals stop a training, and say how to go on after whatever has ended it."""
-    asked: list[int] = []
-    try:
-        with _stop_on_signal(lambda: display.begun) as asked, _warnings_in_a_line():
-            yield asked
-    except Interrupted:
-        display.close()
-        say(f"stopped; everything is saved. Go on with: {again}")
-        raise typer.Exit(128 + asked[0]) from None
-    except KeyboardInterrupt:
-        display.close()
-        hint = f" Go on from the last checkpoint with: {again}" if saved() else ""
-        raise typer.Exit(complain(f"interrupted.{hint}", 130)) from None
-    except MaestroError:
-        raise
-    except Exception as error:
-        names = own_names(recipe)
-        if not names:
+    with _stop_on_signal(lambda: display.begun) as asked:
+        try:
+            with _warnings_in_a_line():
+                yield asked
+        except Interrupted:
+            display.close()
+            if is_first():
+                say(f"stopped; everything is saved. Go on with: {again}")
+            number = asked[0] if asked else signal.SIGTERM  # which another process was sent
+            raise typer.Exit(128 + number) from None
+        except KeyboardInterrupt:
+            display.close()
+            hint = f" Go on from the last checkpoint with: {again}" if saved() else ""
+            raise typer.Exit(complain(f"interrupted.{hint}", 130)) from None
+        except TrainingError as error:
+            display.close()
+            # here, where signals wait: torchrun sends one to all when a process has ended
+            raise typer.Exit(complain(error, 1)) from error
+        except MaestroError:
             raise
-        raise OwnCodeError(
-            f"{type(error).__name__}: {error}. This recipe runs your own {listed(names)}: the "
-            f"above says where it failed. Once that is mended, go on with: {again}"
-        ) from error
-    finally:
-        display.close()
+        except Exception as error:
+            if not (names := own_names(recipe)):
+                raise
+            raise OwnCodeError(
+                f"{type(error).__name__}: {error}. This recipe runs your own {listed(names)}: the "
+                f"above says where it failed. Once that is mended, go on with: {again}"
+            ) from error
+        finally:
+            display.close()
 
 
 @contextmanager

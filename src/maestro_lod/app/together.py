@@ -1,9 +1,11 @@
-"""The program in several processes, as torchrun starts it: one run, which the first one writes."""
+"""The program in several processes, by torchrun or its launcher: one run, the first writes it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,6 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from maestro_lod.distributed.processes import sum_over, told_by
@@ -34,7 +39,32 @@ def is_first() -> bool:
 
 def restarted() -> bool:
     """Say whether torchrun has started the program again, after one of its processes ended."""
-    return processes() > 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def launch(arguments: Sequence[str], count: int, restarts: int) -> int:
+    """Run the program in processes on this machine, by torchrun's launcher; return the exit code.
+
+    If one of them ends, it starts all again, so many times.
+    """
+    if "LOCAL_RANK" in os.environ:
+        raise OptionError(
+            f"torchrun has started {processes()} processes already: leave --nproc and "
+            "--max-restarts to it."
+        )
+    config = LaunchConfig(  # as torchrun --standalone
+        1, 1, count, max_restarts=restarts,
+        run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+    )  # fmt: skip
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
+    try:
+        elastic_launch(config, sys.executable)("-m", "maestro_lod", *arguments)
+    except ChildFailedError as error:  # each has said what was wrong
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
 
 
 @contextmanager

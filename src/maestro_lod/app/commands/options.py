@@ -18,6 +18,13 @@ Changes = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated."),
 ]
 DataFolder = Annotated[Path | None, typer.Option(help="Where the data sets lie; else $LOD_DATA.")]
+Processes = Annotated[
+    int,
+    typer.Option("--nproc", min=1, max=1024, help="Processes on this machine that train together."),
+]
+Restarts = Annotated[
+    int, typer.Option(min=0, help="How often all are started again if one ends, as by torchrun.")
+]
 
 # of lod tune
 MaxParams = Annotated[int | None, typer.Option(help="Most parameters that the model may have.")]

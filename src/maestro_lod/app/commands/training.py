@@ -19,7 +19,14 @@ from maestro_lod.app.run import Run, Watcher
 from maestro_lod.app.settings_list import all_settings
 from maestro_lod.app.stopping import stoppable
 from maestro_lod.app.terminal import say
-from maestro_lod.app.together import is_first, require_named, restarted, together
+from maestro_lod.app.together import (
+    is_first,
+    launch,
+    processes,
+    require_named,
+    restarted,
+    together,
+)
 from maestro_lod.errors import OptionError
 from maestro_lod.installing import install
 
@@ -31,6 +38,8 @@ def train(
         Path | None, typer.Option(help="Run directory. [dim]\\[default: runs/RECIPE][/dim]")
     ] = None,
     data: options.DataFolder = None,
+    nproc: options.Processes = 1,
+    max_restarts: options.Restarts = 0,
     quiet: options.Quiet = False,
 ) -> None:
     """Train a recipe, and write model, metrics and report to a directory.
@@ -45,16 +54,23 @@ def train(
 
       lod train lenet-mnist --set method=dense
 
+      lod train lenet-mnist --nproc 2 --max-restarts 3
+
       lod train my.yaml     (model: my_package.models:build, data: my_package.data:load,
                              epochs: 20, budget: {params: 0.25})
     """
-    chosen = load_recipe(recipe, options.with_data(change, data))
+    changes = options.with_data(change, data)
+    chosen = load_recipe(recipe, changes)
     require_named(out)
     where = out or _free_directory(Path(chosen.recipe).name or "run")
     run = Run(where, chosen)
     if is_first() and not (restarted() and run.checkpoint.exists()):
         run.require_new()
-    _train(run, quiet)
+    if (nproc, max_restarts) != (1, 0):
+        sets = [word for each in changes for word in ("--set", each)]
+        _launch(["train", recipe, *sets, "--out", str(where)], nproc, max_restarts, quiet)
+    else:
+        _train(run, quiet)
 
 
 def settings_help() -> str:
@@ -71,15 +87,24 @@ def settings_help() -> str:
 def resume(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run that was stopped.")],
     trust: options.Trust = False,
+    nproc: options.Processes = 1,
+    max_restarts: options.Restarts = 0,
     quiet: options.Quiet = False,
 ) -> None:
-    """Go on with a run that was stopped, killed or interrupted, exactly where it was."""
+    """Go on with a run that was stopped, killed or interrupted, exactly where it was.
+
+    The number of processes may be another one than before.
+    """
     run = Run.open(directory, trust=trust)
     if run.finished:
         raise OptionError(
             f"the run in {directory} has finished. To write its report anew: lod report {directory}"
         )
-    _train(run, quiet)
+    if (nproc, max_restarts) != (1, 0):
+        trusted = ["--trust"] if trust else []
+        _launch(["resume", str(directory), *trusted], nproc, max_restarts, quiet)
+    else:
+        _train(run, quiet)
 
 
 def tune(
@@ -168,10 +193,18 @@ def _free_directory(name: str) -> Path:
         number += 1
 
 
+def _launch(arguments: list[str], nproc: int, restarts: int, quiet: bool) -> None:
+    """Let several processes do a command, and end as they do."""
+    if code := launch([*arguments, *(["--quiet"] if quiet else [])], nproc, restarts):
+        raise typer.Exit(code)
+
+
 def _train(run: Run, quiet: bool) -> None:
-    display = Display(Console(), quiet)
+    display = Display(Console(), quiet or not is_first())
     again = f"lod resume {shlex.quote(str(run.directory))}"
-    watchers = _watchers(run.recipe, display) if is_first() else []
+    if processes() > 1:
+        again += f" --nproc {processes()}"
+    watchers = _watchers(run.recipe, display) if is_first() else [display]
     with (
         stoppable(display, run.recipe, again, run.checkpoint.exists) as asked,
         together(run.recipe.device),
