@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo docs wheel test check bench soak paper clean
+.PHONY: help demo docs wheel test flower check bench soak paper clean
 ITEM ?=
 
 help:  ## show the targets
@@ -26,6 +26,20 @@ demo: $(VENV)/.demo  ## train a LeNet to a quarter of its size, cut every size, 
 
 test: $(VENV)/.installed  ## run all tests
 	$(BIN)/python -m pytest -n 2
+
+# Flower's pins and those of the rest exclude each other
+FLOWER := .venv-flower
+$(FLOWER)/.installed: pyproject.toml constraints.txt
+	test -x $(FLOWER)/bin/python || $(PYTHON) -m venv $(FLOWER)
+	grep -E '^(torch|safetensors|numpy|pytest|hypothesis)==' constraints.txt > $(FLOWER)/pins.txt
+	$(FLOWER)/bin/pip install --quiet --constraint $(FLOWER)/pins.txt --editable '.[federated]' \
+		'flwr[simulation]' pytest hypothesis
+	touch $@
+
+flower: $(FLOWER)/.installed  ## federated training in Flower: its tests and both examples, in an environment of its own
+	$(FLOWER)/bin/python -m pytest tests/test_flower.py
+	cd $(FLOWER) && bin/python ../examples/flower/simulate.py
+	cd $(FLOWER) && bin/python ../examples/flower/processes.py
 
 check: $(VENV)/.installed  ## lint, formatting, types
 	$(BIN)/ruff check .
@@ -57,4 +71,4 @@ paper: $(VENV)/.installed  ## the paper's tables and figures: make paper ITEM=to
 	$(BIN)/python -m paper $(ITEM)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOWER) .mypy_cache .pytest_cache .ruff_cache .hypothesis

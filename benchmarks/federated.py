@@ -261,8 +261,26 @@ def table(answer: dict[str, Any]) -> str:
         "",
         f"(Test accuracy in %, mean ± standard deviation of {seeds} seeds, and parameters",
     ]
-    lines += [f"of the model at each tier's size; {answer['rounds']} rounds.)"]
+    lines += [f"of the model at each tier's size; {answer['rounds']} rounds.)", "", gain(answer)]
     return "\n".join(lines) + "\n"
+
+
+def gain(answer: dict[str, Any]) -> str:
+    """Say what tiers gain over what anybody could hold, and what that costs."""
+    tiers, smallest = (
+        list(answer["systems"][name].values())
+        for name in ("ranks by tier", "ranks, everybody at the smallest")
+    )
+    seeds = list(zip(tiers, smallest, strict=True))
+    gains = [
+        100 * statistics.mean(a["accuracy"][tier] - b["accuracy"][tier] for a, b in seeds)
+        for tier in map(str, TIERS)
+    ]
+    bytes_of = [each[0]["bytes_sent_back_per_round"] for each in (tiers, smallest)]
+    return (
+        f"Ranks by tier beside everybody at the smallest: {min(gains):+.1f} to {max(gains):+.1f} "
+        f"points, at {bytes_of[0] / bytes_of[1]:.1f} times the bytes."
+    )
 
 
 def _deviation(values: list[float]) -> float:
