@@ -130,7 +130,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "digits, dense": ("digits", [*DIGITS, "method=dense"]),
     "LSTM, λ": ("own", [*LSTM, "penalty=3"]),
     "LSTM, budget": ("own", [*LSTM, "budget.params=50%"]),
-    "transformer, λ": ("own", [*TRANSFORMER, "penalty=1"]),
     "transformer, budget": ("own", [*TRANSFORMER, "budget.params=50%"]),
     "transformer, elastic": ("own", [*TRANSFORMER, "elastic=0.3"]),
 }

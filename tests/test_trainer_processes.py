@@ -19,7 +19,6 @@ NEEDED = {
     "accelerate": "accelerate",
     "huggingface": "transformers",
     "lightning": "lightning",
-    "lightning_sharded": "lightning",
 }
 
 

@@ -16,13 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from maestro_lod import LoD, decompose
-from maestro_lod.distributed.fsdp import shard_group
-from maestro_lod.distributed.shards import gathered
-from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod import LoD
 from tests.test_ddp import same_everywhere
 from tests.trainers import EPOCHS, Case
 
@@ -52,34 +48,21 @@ def huggingface(case: Case, directory: Path) -> nn.Module:
     return run.model
 
 
-def lightning(case: Case, directory: Path, strategy: Any = "ddp") -> nn.Module:
+def lightning(case: Case, directory: Path) -> nn.Module:
     from maestro_lod.integrations.lightning import LoDCallback
-    from tests.test_lightning import Module, precision_of, trainer
+    from tests.test_lightning import module, precision_of, trainer
 
-    class Sharded(Module):
-        def configure_model(self) -> None:
-            if strategy != "ddp":
-                for layer in low_rank_layers(self).values():
-                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-    model, data = decompose(Sharded(case)), TensorDataset(*case.samples(COUNT))
+    model, data = module(case), TensorDataset(*case.samples(COUNT))
     # Lightning's own would shuffle
     sampler = DistributedSampler(data, 2, int(os.environ["RANK"]), shuffle=False)
     loader = DataLoader(data, batch_size=SHARE, sampler=sampler)
     run = trainer(
-        LoDCallback(**case.options), strategy=strategy, devices=2, use_distributed_sampler=False,
-        precision=precision_of(case) if strategy == "ddp" else "32-true",  # which converts nothing
+        LoDCallback(**case.options), strategy="ddp", devices=2, use_distributed_sampler=False,
+        precision=precision_of(case),
     )  # fmt: skip
     run.fit(model, loader)
     assert run.world_size == 2
     return model
-
-
-def lightning_sharded(case: Case, directory: Path) -> nn.Module:
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    return lightning(case, directory, ModelParallelStrategy(2, 1))
 
 
 def main(directory: Path, *trainers: str) -> None:
@@ -90,8 +73,7 @@ def main(directory: Path, *trainers: str) -> None:
 
     def then_compared(self: LoD, **options: Any) -> Any:
         lost = end_epoch(self, **options)
-        # of shards, nobody holds what others do
-        equal.append(shard_group(self.model) is not None or same_everywhere(self.model))
+        equal.append(same_everywhere(self.model))
         return lost
 
     LoD.end_epoch = then_compared  # type: ignore[method-assign]
@@ -99,8 +81,7 @@ def main(directory: Path, *trainers: str) -> None:
         for name, case in CASES.items():
             equal.clear()
             model = globals()[trainer](case, directory)
-            weights = [gathered(p.detach()) for p in model.parameters()]
-            reached = {"weights": weights, "equal": equal}
+            reached = {"weights": [p.detach() for p in model.parameters()], "equal": equal}
             rank = torch.distributed.get_rank()
             torch.save(reached, directory / f"{trainer} {name} {rank}.pt")
     torch.distributed.barrier()
