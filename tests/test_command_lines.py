@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from maestro_lod.app import cli
 from maestro_lod.app import run as run_module
-from maestro_lod.app.commands import comparing, compressing, results
+from maestro_lod.app.commands import comparing, compressing, results, training
 from maestro_lod.app.settings_list import all_settings
 from maestro_lod.app.tuning.recipes import Tuning
 
@@ -38,7 +38,7 @@ class Accepted(BaseException):
 LONG_WORK = [
     (run_module, "fit"), (results, "find_frontier"), (results, "write_deployment"),
     (results, "compare"), (compressing, "compressed"), (comparing, "do_compare"),
-    (Tuning, "tune"), (Tuning, "explore"),
+    (Tuning, "tune"), (Tuning, "explore"), (training, "launch"),
 ]  # fmt: skip
 
 
