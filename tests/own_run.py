@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import time
@@ -84,6 +85,24 @@ def model() -> nn.Module:
     return Model()
 
 
+DIGESTS: list[str] = []
+"""What the parameters of a `Precise` model were at each of its training steps, in this process."""
+
+
+class Precise(nn.Module):
+    """The same in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            held = b"".join(p.detach().numpy().tobytes() for p in self.parameters())
+            DIGESTS.append(hashlib.sha256(held).hexdigest())
+        return self.inner(x)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -113,3 +132,7 @@ def data(batch: int, *shape: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
 
 def sequences(batch: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
     return data(batch, 5, 8)
+
+
+def doubles(batch: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    return {split: [(x.double(), y) for x, y in part] for split, part in data(batch).items()}

@@ -23,6 +23,7 @@ from maestro_lod.app.run import Interrupted, Run
 from maestro_lod.errors import TrainingError
 from maestro_lod.state import load_state
 from maestro_lod.tensors import opened_file
+from tests import own_run
 from tests.own_run import RECIPE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,6 +176,33 @@ def test_any_recipe_in_two_processes_is_the_run_of_one(case, recipe, tmp_path, p
     total = [record.total_rank for record in alone.epochs()]
     assert "λ" not in case or total[-1] < total[0]
     assert_same_run(Run(tmp_path / "two", alone.recipe), alone)
+
+
+def trained_precisely(recipe: str, changes: list[str], directory: Path) -> list[str]:
+    """Train in float64 in processes that are a group already; return all states on the way."""
+    own_run.DIGESTS.clear()
+    trained_together(recipe, changes, directory)
+    return own_run.DIGESTS
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_in_float64_processes_are_equal_in_every_step_and_end_as_one(
+    optimizer, recipe, tmp_path, pair
+):
+    changes = ["model=tests.own_run:Precise", "data=tests.own_run:doubles"]
+    if optimizer == "adamw":
+        changes += ["optimizer=adamw", "optimizer.lr=0.01", "penalty=2"]
+    else:
+        changes += ["penalty=0.5"]
+    alone = Run.create(load_recipe(str(recipe), changes), tmp_path / "alone")
+    alone.train()
+    assert len({record.total_rank for record in alone.epochs()}) > 4  # at least four shrinks
+    first, second = pair(trained_precisely, str(recipe), changes, tmp_path / "two")
+    assert len(first) == 6 * 5 and first == second
+    one = weights(alone)
+    for key, value in weights(Run(tmp_path / "two", alone.recipe)).items():
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(value, one[key], rtol=1e-12, atol=1e-12)
 
 
 def test_signals_wait_until_a_process_has_said_why_it_ends(recipe, monkeypatch):
