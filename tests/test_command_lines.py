@@ -189,8 +189,9 @@ def test_no_command_line_ends_in_a_traceback_or_is_refused_too_late() -> None:
     assert tried(60)["exit code 2"] > 20
 
 
-def test_what_is_right_is_accepted_and_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    with sandbox() as directory:
+def test_what_is_right_is_accepted_and_a_fault_is_seen() -> None:
+    # the fault goes before the sandbox does, which would otherwise leave its own patch behind
+    with sandbox() as directory, pytest.MonkeyPatch.context() as faulty:
         for line, end in {
             "train digits --out new": "accepted",
             "deploy run --out new --max-macs 25%": "accepted",
@@ -198,7 +199,7 @@ def test_what_is_right_is_accepted_and_a_fault_is_seen(monkeypatch: pytest.Monke
             "frontier nowhere": "exit code 2",
         }.items():
             assert end_of(line.split(), directory) == end
-        monkeypatch.setattr(results, "find_frontier", lambda *_, **__: [][0])
+        faulty.setattr(results, "find_frontier", lambda *_, **__: [][0])
         with pytest.raises(AssertionError, match="Traceback"):
             end_of(["frontier", "run"], directory)
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import maestro_lod as lod
 from maestro_lod.app.models.lenet import LeNet
 from maestro_lod.app.recipe import load_recipe
+from maestro_lod.cost import cost_of
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.state import load_state, save_state
@@ -275,7 +276,8 @@ def test_a_recipe_chooses_it_in_place_of_its_penalty() -> None:
     model = settings.prepare(LeNet())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     example = torch.empty(1, 1, 28, 28)
-    train = settings.make(model, optimizer, example=example, seed=0, dense=None)
+    dense = cost_of(LeNet(), example)
+    train = settings.make(model, optimizer, example=example, seed=0, dense=dense)
     assert train.sampler.elastic == Elastic(0.1) and train.passes.elastic
     with pytest.raises(OptionError, match="elastic=2"):
         load_recipe("lenet-mnist", ["elastic=2"])

@@ -156,7 +156,7 @@ def test_a_name_is_given_once(pruning: None) -> None:
     [
         (["budget.params=0.1"], True),
         (["budget.params=4400"], True),
-        (["budget.macs=0.2"], True),
+        (["budget={macs: 0.2}"], True),
         (["budget.params=0.1", "narrow=false"], False),
         (["budget.params=0.3"], False),
         (["penalty=0.001"], False),

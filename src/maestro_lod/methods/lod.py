@@ -105,8 +105,9 @@ class LoDSettings(Settings):
         budget = self.budget
         if budget is None or not self.narrow or builder.width is None:
             return super().build(builder, example)
-        dense = cost_of(builder(), example)
-        share = budget.limit(amount(dense, budget.kind)) / amount(dense, budget.kind)
+        share = budget.value
+        if share > 1:  # a count
+            share /= amount(cost_of(builder(), example), budget.kind)
         if share >= _RANKS_ALONE[budget.kind]:
             return super().build(builder, example)
         return self.prepare(narrowed(builder, example, math.sqrt(share), budget.kind))
