@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import maestro_lod as lod
-from maestro_lod.errors import RankError
+from maestro_lod.errors import CheckpointError, RankError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.train.order import order_ranks
 from maestro_lod.train.unfactored import Unfactored
@@ -119,9 +120,12 @@ def test_fused_optimizers_go_on_after_ranks_have_an_order(name: str) -> None:
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_fewer_ranks_are_refused_until_they_have_an_order() -> None:
+def test_fewer_ranks_are_refused_until_they_have_an_order(tmp_path: Path) -> None:
     model, _, unfactored = begun(KINDS[0], "sgd")
     whole = copy.deepcopy(model)
+    with pytest.raises(CheckpointError, match="layer are still trained as dense weights"):
+        lod.save(model, tmp_path / "model.safetensors")
+    assert not [*tmp_path.iterdir()]
     for cut in (lambda: lod.extract(model, 3), lambda: lod.set_ranks(model, 3)):
         with pytest.raises(RankError, match="no order yet"):
             cut()
