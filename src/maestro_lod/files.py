@@ -10,6 +10,7 @@ import shutil
 import socket
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -216,6 +217,15 @@ def waited_for(path: Path) -> Iterator[None]:
             _close(handle)
 
 
+def _holder(handle: int) -> str:
+    """Return what the holder of a lock says of itself, which it does just after it has it."""
+    for _ in range(20):
+        if said := os.pread(handle, 200, 0).decode(errors="replace"):
+            return said
+        time.sleep(0.05)
+    return "another process"
+
+
 def _locked(directory: Path, lock: Path) -> int | None:
     """Return the handle that a lock hangs on; None where there are no locks."""
     while fcntl is not None:
@@ -229,7 +239,7 @@ def _locked(directory: Path, lock: Path) -> int | None:
         except FileNotFoundError:
             pass
         except BlockingIOError:
-            who = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
+            who = _holder(handle)
             _close(handle)
             raise BusyError(
                 f"{directory} is in use by {' '.join(who.split())}. Wait for it to end, or give "
