@@ -26,8 +26,8 @@ SoftLoss = Callable[[Any, Any], Tensor]
 class Case:
     """One model: how good it is, what it is calibrated and healed on.
 
-    What is judged by is in none of the other data. Learning rates and batches were chosen by
-    `pretrained_rates.py`, on `validation`.
+    What is judged by is in none of the other data. Learning rates are first guesses;
+    `pretrained_rates.py` is there to choose them on `validation`.
     """
 
     model: nn.Module
