@@ -25,7 +25,8 @@ from paper.scale import Scale
 
 ITEMS = (
     "toy", "table10", "swings", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k",
-    "times", "budgets", "pressure", "sampling", "compare", "compare_digits", "every-size",
+    "times", "budgets", "pressure", "sampling", "compare", "compare_cifar",
+    "compare_digits", "every-size",
 )  # fmt: skip
 """In the order of the README."""
 

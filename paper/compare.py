@@ -21,21 +21,30 @@ SIZES = (0.25, 0.1)
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    return compared(scale, "lenet-mnist", seeds=3, lr_epochs=3)
+    return compared(scale, "lenet-mnist", seeds=3, lr_trials=3, lr_epochs=3)
 
 
-def compared(scale: Scale, recipe: str, *, seeds: int, lr_epochs: int) -> dict[str, Any]:
+def compared(
+    scale: Scale,
+    recipe: str,
+    *,
+    sizes: tuple[float, ...] = SIZES,
+    seeds: int,
+    lr_trials: int,
+    lr_epochs: int | None = None,
+    changes: tuple[str, ...] = (),
+) -> dict[str, Any]:
     """Compare all methods on a recipe, or a few of them in a smoke test."""
-    few = ["epochs=2", "data.limit=512", "schedule=constant"] if scale.smoke else []
+    few = ("epochs=2", "data.limit=512", "schedule=constant")
     found = compare(
         recipe,
         ("dense", "svd", "narrow") if scale.smoke else METHODS,
-        sizes=SIZES[:1] if scale.smoke else SIZES,
+        sizes=sizes[:1] if scale.smoke else sizes,
         out=scale.runs / "compare" / recipe,
         seeds=1 if scale.smoke else seeds,
-        lr_trials=1 if scale.smoke else 3,
+        lr_trials=1 if scale.smoke else lr_trials,
         lr_epochs=lr_epochs,
-        changes=["threads=1", *few],
+        changes=["threads=1", *(few if scale.smoke else changes)],
         say=lambda line: print(f"  {line}", file=sys.stderr, flush=True),
     )
     return found.to_dict()

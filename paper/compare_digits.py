@@ -13,4 +13,4 @@ TITLE = "Figure 3 and Tables 1 to 3 and 15, scaled down further: all methods on 
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    return compared(scale, "digits", seeds=3, lr_epochs=15)
+    return compared(scale, "digits", seeds=3, lr_trials=3, lr_epochs=15)
