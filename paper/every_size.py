@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
@@ -42,6 +43,8 @@ class Task:
     seeds: tuple[int, ...]
     sizes: dict[str, tuple[float, ...]]
     """Kind of cost -> shares of dense."""
+    changes: dict[str, Setting] = field(default_factory=dict)
+    """Settings of the recipe that are others here."""
 
 
 TASKS = {
@@ -61,7 +64,12 @@ Line = dict[str, dict[str, list[Point]]]
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    return {name: _measured(scale, TASKS[name]) for name in scale.some(tuple(TASKS))}
+    return measured(scale, TASKS)
+
+
+def measured(scale: Scale, tasks: dict[str, Task]) -> dict[str, Any]:
+    """Train all lines of these tasks, or those of the first one in a smoke test."""
+    return {name: _measured(scale, tasks[name]) for name in scale.some(tuple(tasks))}
 
 
 def _measured(scale: Scale, task: Task) -> dict[str, Any]:
@@ -73,7 +81,7 @@ def _measured(scale: Scale, task: Task) -> dict[str, Any]:
     for seed in task.seeds if not scale.smoke else task.seeds[:1]:
 
         def trained(seed: int = seed, **changes: Setting) -> Run:
-            return scale.trained(task.recipe, **changes, seed=seed)
+            return scale.trained(task.recipe, **task.changes, **changes, seed=seed)
 
         runs = {ELASTIC: trained(elastic=0.1), SVD: trained(method="dense")}
         for name, run in runs.items():
@@ -145,19 +153,28 @@ def _accuracy(points: list[Point]) -> float | None:
 
 
 def figures(result: dict[str, Any]) -> dict[str, str]:
-    drawings = {}
+    return {**drawings(result), "accuracy-against-size": _shown_first(result)}
+
+
+def drawings(result: dict[str, Any]) -> dict[str, str]:
+    """Return all lines of each task over each cost."""
+    drawn = {}
     for task, measured in result.items():
         for kind in next(iter(measured["lines"].values())):
             lines = {
                 name: _curve(line[kind]) for name, line in measured["lines"].items() if line[kind]
             }
-            drawings[f"every-size-{task.split(',')[0].lower()}-{kind}"] = svg(
+            drawn[f"every-size-{_file_name(task)}-{kind}"] = svg(
                 {name: curve for name, curve in lines.items() if curve},
                 title=f"{task}: accuracy over {NAMES[kind]}",
                 across=f"{NAMES[kind]}, relative to dense", up="test accuracy, %",
             )  # fmt: skip
+    return drawn
+
+
+def _shown_first(result: dict[str, Any]) -> str:
     task, measured = next(iter(result.items()))
-    drawings["accuracy-against-size"] = svg(
+    return svg(
         {
             title: curve
             for name, title in SHOWN_FIRST.items()
@@ -166,7 +183,10 @@ def figures(result: dict[str, Any]) -> dict[str, str]:
         title=f"{task}: accuracy against size",
         across="parameters, relative to dense", up="test accuracy, %",
     )  # fmt: skip
-    return drawings
+
+
+def _file_name(task: str) -> str:
+    return "-".join(re.findall(r"[a-z0-9]+", task.lower().replace(",000", "000")))
 
 
 def _curve(sizes: dict[str, list[Point]]) -> list[tuple[float, float]]:

@@ -46,7 +46,7 @@ def test_the_table_has_a_row_per_size_and_says_what_training_costs() -> None:
     text = every_size.markdown(made_up())
     assert "| params 0.5× | 97.00 | 98.00 | 95.00 | 96.00 | 98.00 | 97.00 |" in text
     assert "elastic 1.50, budget 3.00, narrower 1.50, SVD 1" in text
-    assert "every-size-a task-params" in every_size.figures(made_up())
+    assert "every-size-a-task-params" in every_size.figures(made_up())
 
 
 def test_a_task_is_measured_once(
