@@ -54,9 +54,10 @@ TASKS = {
     "MLP, 6,000 images of MNIST": Task("paper/mlp.yaml", (0, 1, 2), {"params": SHARES}),
     "LSTM, digits by rows": Task("paper/lstm.yaml", (0, 1, 2), {"params": SHARES}),  # MACs stay
     "ResNet, 5,000 images of CIFAR-10": Task("paper/resnet.yaml", (0,), {"params": SHARES}),
+    "Transformer, characters of Multi30k": Task("paper/transformer.yaml", (0,), {"params": SHARES}),
 }
 """Settings of budgets and elastic training were chosen on validation data of the first three, with
-other seeds; the last one was then run once."""
+other seeds; the last two were then run once."""
 
 Point = dict[str, float]
 Line = dict[str, dict[str, list[Point]]]
@@ -257,7 +258,14 @@ def _judgement(measured: dict[str, Any]) -> str:
             f"({_worst(gaps)}; from 0.15 of the params and 0.33 of the MACs on)."
         )
     difference = (_accuracy(whole[ELASTIC]) or 0.0) - (_accuracy(whole[SVD]) or 0.0)
-    return " ".join([*sentences, f"Its whole size is {difference:+.2f} pp beside dense."])
+    sentences.append(f"Its whole size is {difference:+.2f} pp beside dense.")
+    if worse := _perplexities(lines[BUDGET], lines[NARROW]):
+        (kind, share), most = max(worse.items(), key=lambda item: item[1])
+        sentences.append(
+            f"The perplexity of budget runs is at worst {most:+.1%} beside narrower models "
+            f"({NAMES[kind]} {share:g}×)."
+        )
+    return " ".join(sentences)
 
 
 Gaps = dict[tuple[str, float], float]
@@ -272,6 +280,18 @@ def _gaps(line: Line, other: Line) -> Gaps:
             if mine is not None and theirs is not None:
                 gaps[kind, float(share)] = mine - theirs
     return gaps
+
+
+def _perplexities(line: Line, other: Line) -> Gaps:
+    """Return by which share a line's perplexity is above another's, if the task has one."""
+    return {
+        (kind, float(share)): mean(p["perplexity"] for p in points)
+        / mean(p["perplexity"] for p in other[kind][share])
+        - 1
+        for kind, sizes in line.items()
+        for share, points in sizes.items()
+        if points and other[kind][share] and "perplexity" in points[0]
+    }
 
 
 def _worst(gaps: Gaps) -> str:

@@ -26,7 +26,7 @@ class CharTransformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width, padding_idx=PAD)
         self.position = nn.Parameter(0.02 * torch.randn(LENGTH, width))
-        self.transformer = nn.Transformer(width, 4, 2, 2, 256, dropout=0.0, batch_first=True)
+        self.transformer = nn.Transformer(width, 4, 2, 2, 4 * width, dropout=0.0, batch_first=True)
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, source: Tensor, given: Tensor) -> Tensor:

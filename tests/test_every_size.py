@@ -42,6 +42,17 @@ def test_lines_are_judged_at_the_sizes_that_both_reach() -> None:
     assert "-0.50 pp beside dense" in said
 
 
+def test_perplexities_are_judged_where_there_are_any() -> None:
+    assert "perplexity" not in every_size.judgement(made_up())
+    result = made_up()
+    for name, perplexity in ((BUDGET, 5.1), (NARROW, 5.0)):
+        for sizes in result["a task"]["lines"][name]["params"].values():
+            for point in sizes:
+                point["perplexity"] = perplexity
+    said = every_size.judgement(result)
+    assert "perplexity of budget runs is at worst +2.0% beside narrower models" in said
+
+
 def test_the_table_has_a_row_per_size_and_says_what_training_costs() -> None:
     text = every_size.markdown(made_up())
     assert "| params 0.5× | 97.00 | 98.00 | 95.00 | 96.00 | 98.00 | 97.00 |" in text
