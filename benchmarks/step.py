@@ -3,6 +3,7 @@
     python benchmarks/step.py [--rounds 15] [--threads 1] [--only "small VGG" …] [--compiled]
 
 A step is forward, backward, penalty, optimizer; `4 batches` accumulates the gradients of four.
+Until a budget lands, layers are trained as their dense weights: nothing is multiplied twice.
 `limit` is what arithmetic alone would allow: each layer composed once per step or factored,
 whichever multiplies less, at the speed of the dense layers. `masked` is the naive way: factors of
 full size whose removed ranks are multiplied by zero. Each model is measured in turn, in one
@@ -152,6 +153,7 @@ BOUNDS = {
     ("small VGG", "full rank"): 1.10,
     ("small Transformer", "full rank"): 1.03,
     ("ResNet-18", "full rank"): 1.03,
+    **{(name, "before a budget lands"): 1.03 for name in CASES},
     **{(name, "full rank, 4 batches"): 1.03 for name in CASES},
 }
 
@@ -182,12 +184,17 @@ def plain_step(
 
 
 def lod_step(
-    case: Case, model: nn.Module, *, run: nn.Module | None = None, batches: int = 1
+    case: Case,
+    model: nn.Module,
+    *,
+    run: nn.Module | None = None,
+    batches: int = 1,
+    penalty: float | lod.Budget = PENALTY,
 ) -> Callable[[], None]:
     """Train as `fit` does; `run` is the compiled form of the model, if there is one."""
     optimizer, (x, y) = case.optimizer(model), case.batch()
     run = model if run is None else run
-    train = lod.LoD(model, optimizer, penalty=PENALTY, example=x)
+    train = lod.LoD(model, optimizer, penalty=penalty, example=x)
 
     def one() -> None:
         train.backward(lambda: run(*x), lambda output: loss_of(output, y))
@@ -230,6 +237,7 @@ def variants_of(case: Case, *, compiled: bool) -> dict[str, Callable[[], None]]:
     found = {
         "dense": plain_step(case, dense),
         "full rank": lod_step(case, case.model()),
+        "before a budget lands": lod_step(case, case.model(), penalty=lod.Budget(params=0.5)),
         "small ranks": lod_step(case, case.model(case.small)),
         "dense, 4 batches": plain_step(case, case.model(low_rank=False), batches=4),
         "full rank, 4 batches": lod_step(case, case.model(), batches=4),
