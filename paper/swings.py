@@ -42,6 +42,9 @@ class _Tests:
     def __init__(self) -> None:
         self.course: list[dict[str, float]] = []
 
+    def prepare(self, run: Run) -> None:
+        pass
+
     def begin(self, run: Run, setup: Setup, progress: Progress) -> None:
         self._setup = setup
 

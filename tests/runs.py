@@ -22,6 +22,7 @@ class Until:
     def __init__(self, steps: int) -> None:
         self.steps, self.done = steps, 0
 
+    def prepare(self, run: Run) -> None: ...
     def begin(self, run: Run, setup: Setup, progress: Progress) -> None: ...
     def step(self, progress: Progress) -> None:
         self.done = progress.step

@@ -266,7 +266,8 @@ def test_wrong_input_is_one_clear_line_and_nothing_is_written(
     assert done.code == 2, done
     assert done.err.startswith("lod: ") and done.err.count("\n") == 1, done.err
     assert WRONG[line] in done.err
-    assert done.out == ""
+    # which comes before data and model are there
+    assert re.fullmatch(r"(training \S+ into \S+: .*, epochs=\d+\n)?", done.out), done.out
     assert contents(tmp_path) == before
 
 
@@ -354,9 +355,9 @@ def test_our_own_fault_is_owned_up_to(lod: Lod, monkeypatch: pytest.MonkeyPatch)
         (["model=parts:fails"], 'raise KeyError("my own bug")', "model 'parts:fails' failed: KeyE"),
         (["model=syntax:model"], "def model(:", "model 'syntax:model' cannot be imported: Syntax"),
         (
-            ["data=parts:data", "penalty=0"],
+            ["data=parts:data"],
             "conv2d",
-            "model 'lenet' cannot run on data 'parts:data': Runtime",
+            "model 'lenet' cannot run on data 'parts:data' (input 1×4): Runtime",
         ),
     ],
 )
@@ -540,7 +541,7 @@ def test_reports(lod: Lod, finished: Path, tmp_path: Path) -> None:
 def test_directories_are_chosen_where_none_is_given(lod: Lod) -> None:
     for name in ("runs/digits", "runs/digits-2"):
         done = lod("train", "digits", set=QUICK)
-        assert done.code == 0 and f"writing to {name}" in done.out
+        assert done.code == 0 and f"training digits into {name}: " in done.out
         assert Run.open(Path(name)).finished
     assert lod("train", "digits", set=[*QUICK, "recipe=../x"]).code == 0
     assert Run.open(Path("runs/x")).finished
@@ -651,7 +652,7 @@ def test_documented_recipe_trains(lod: Lod, tmp_path: Path) -> None:
         (tmp_path / name).write_text(block, encoding="utf-8")
     done = lod("train", "my.yaml")
     assert done.code == 0, done.err
-    assert "writing to runs/my" in done.out
+    assert "training my into runs/my: " in done.out
     records = metrics(Path("runs/my"))
     assert records[-1]["validation_loss"] < records[0]["validation_loss"]
     assert Run.open(Path("runs/my")).result()["test"]["accuracy"] > 0.5

@@ -118,6 +118,7 @@ class Notes:
         self.batches: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.when, self.steps = when, count(1)
 
+    def prepare(self, run: Run) -> None: ...
     def begin(self, run: Run, setup: Setup, progress: Progress) -> None:
         self.run = run.directory.name
 

@@ -50,10 +50,40 @@ def digits(directory: Path, *changes: str) -> Run:
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
-    first, second, *epochs = shown(digits(tmp_path / "run"), terminal=False).splitlines()
-    assert first.startswith("digits: digits: 36 training, 4 validation and 40 test images")
-    assert second == f"writing to {tmp_path}/run"
+    what, data, *epochs = shown(digits(tmp_path / "run"), terminal=False).splitlines()
+    assert what == f"training digits into {tmp_path}/run: lenet on digits, method=lod, epochs=2"
+    assert data.startswith("digits: 36 training, 4 validation and 40 test images")
     assert len(epochs) == 2 and all(LINE.fullmatch(line) for line in epochs), epochs
+
+
+class Slow(Exception):
+    """What data and model do, which take long."""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        (["penalty=0"], "method=lod"),
+        (["budget.params=25%"], "method=lod, a budget of params=0.25"),
+        (["elastic=0.1"], "method=lod, elastic=0.1"),
+        (["method=dense"], "method=dense"),
+    ],
+)
+def test_what_is_trained_is_said_before_there_is_data_or_a_model(
+    terminal: bool, changes: list[str], asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(recipe: object) -> None:
+        raise Slow(screen.getvalue())
+
+    monkeypatch.setattr("maestro_lod.app.setup.data_of", load)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=40)
+    run = Run.create(load_recipe("digits", changes), tmp_path / "run")
+    with pytest.raises(Slow) as said:
+        run.train([Display(console)])
+    task = f"lenet on digits, {asked}, epochs=60"
+    assert str(said.value) == f"training digits into {tmp_path}/run: {task}\n"
 
 
 def test_live_bars_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,10 +112,11 @@ def test_resumed_run_says_where_it_is(tmp_path: Path) -> None:
     steps = iter([False, False, True])
     shown(run, terminal=False, stop=lambda: next(steps))
     lines = shown(run, terminal=False).splitlines()
-    assert lines[0] == f"resuming {tmp_path}/run at epoch 1, batch 4"
-    assert [line[:9] for line in lines[1:]] == ["epoch 1/2", "epoch 2/2"]
+    assert lines[0].startswith(f"resuming {tmp_path}/run: lenet on digits")
+    assert lines[2] == "going on at epoch 1, batch 4"
+    assert [line[:9] for line in lines[3:]] == ["epoch 1/2", "epoch 2/2"]
     (run.directory / "result.json").unlink()
-    assert shown(run, terminal=False) == f"resuming {tmp_path}/run after its last epoch\n"
+    assert shown(run, terminal=False).endswith("\ngoing on after its last epoch\n")
 
 
 def test_resumed_bars_begin_where_they_were(tmp_path: Path) -> None:

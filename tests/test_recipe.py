@@ -64,6 +64,18 @@ def test_a_penalty_takes_the_place_of_a_recipes_budget_and_the_other_way_round()
     assert (recipe.budget.params, recipe.penalty) == (0.25, 0.0)
 
 
+def test_a_limit_takes_the_place_of_a_recipes_limit_of_another_kind() -> None:
+    budget = load_recipe("digits", ["budget.macs=50%"]).budget
+    assert (budget.params, budget.macs) == (None, 0.5)
+    budget = load_recipe("digits", ["budget.macs=50%", "budget.steps=7"]).budget
+    assert (budget.params, budget.macs, budget.steps) == (None, 0.5, 7)
+    budget = load_recipe("digits", ["budget.params=300k", "budget.macs=null"]).budget
+    assert (budget.params, budget.macs) == (300_000, None)
+    assert load_recipe("digits", ["budget.macs=null"]).budget.params == 0.25
+    with pytest.raises(OptionError, match=r"budget: a budget needs either params or macs"):
+        load_recipe("digits", ["budget.params=0.2", "budget.macs=0.5"])
+
+
 def test_settings_of_the_paper() -> None:
     lenet = load_recipe("lenet-mnist")
     assert (lenet.epochs, lenet.batch, lenet.penalty) == (20, 64, 128e-5)

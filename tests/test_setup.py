@@ -252,12 +252,18 @@ def test_wrong_options_of_built_in_parts_are_refused() -> None:
         Setup.of(digits("data.options={limit: 3, batch: 3}"))
 
 
-def test_a_model_that_does_not_fit_the_data_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maestro_lod.app.setup.MODELS", {"flat": lambda: nn.Linear(5, 5)})
+@pytest.mark.parametrize(
+    "goal", ["penalty=0", "budget.params=10%", "budget.macs=9", "method=dense"]
+)
+def test_a_model_that_does_not_fit_the_data_is_found(
+    goal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = {"flat": lambda width=5: nn.Linear(width, width)}
+    monkeypatch.setattr("maestro_lod.app.setup.MODELS", flat)
     with pytest.raises(
-        OptionError, match=r"model 'flat' cannot run on data 'digits': RuntimeError"
+        OptionError, match=r"model 'flat' cannot run on data 'digits' \(input 1×1×28×28\): Run"
     ):
-        Setup.of(digits("model=flat"))
+        Setup.of(digits("model=flat", goal))
 
 
 # -- one's own -----------------------------------------------------------------------------------

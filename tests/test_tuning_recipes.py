@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_each_trial_is_a_finished_run(searched: tuple[Path, Tuned, str]):
     assert found.penalty == 0.02
     for trial in found.trials:
         assert trial.where == str(directory / f"trial-{trial.number}")
-        assert f"writing to {trial.where}" in terminal
+        assert f" into {trial.where}: " in terminal
         run = Run.open(Path(trial.where))
         result, reached = run.result(), trial.reached
         assert reached is not None
@@ -148,6 +149,9 @@ class Ends:
 
     def __init__(self, ends: list[dict[str, Any]]) -> None:
         self.ends = ends
+
+    def prepare(self, *_: Any) -> None:
+        pass
 
     def begin(self, *_: Any) -> None:
         pass
@@ -447,7 +451,7 @@ def test_a_kill_loses_nothing_but_the_epoch_it_was_in(
     assert [trial.status for trial in found.trials].count("stopped") == 1
     assert found.cost == pytest.approx(whole.cost)  # what it had spent was not spent again
     shown = (tmp_path / "output.txt").read_text()
-    assert "resuming search/trial-2 at epoch" in shown
+    assert re.search(r"resuming search/trial-2: .*\n.*\ngoing on at epoch", shown)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from maestro_lod.app.recipe import Recipe
 from maestro_lod.app.run import Run
 from maestro_lod.app.setup import Setup
 from maestro_lod.train import progress as training
 from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.strength import Budget
 
 _EVERY = 10.0  # seconds, at least, between lines in a pipe
 
@@ -29,18 +31,19 @@ class Display:
         self._epochs = self._batches = 0
         self._refreshed = time.monotonic()
 
+    def prepare(self, run: Run) -> None:
+        name = run.recipe.recipe or run.recipe.model.name
+        doing = "resuming" if run.checkpoint.exists() else f"training {name} into"
+        self._line(f"{doing} {run.directory}: {_task(run.recipe)}")
+
     def begin(self, run: Run, setup: Setup, progress: training.Progress) -> None:
-        recipe = run.recipe
         self.begun = True
-        self._epochs, self._batches = recipe.epochs, len(setup.data.train)
+        self._epochs, self._batches = run.recipe.epochs, len(setup.data.train)
+        self._line(setup.data.note)
         if progress.epoch == self._epochs:
-            self._line(f"resuming {run.directory} after its last epoch")
+            self._line("going on after its last epoch")
         elif progress.step:
-            place = f"epoch {progress.epoch + 1}, batch {progress.batch + 1}"
-            self._line(f"resuming {run.directory} at {place}")
-        else:
-            self._line(f"{recipe.recipe or recipe.model.name}: {setup.data.note}")
-            self._line(f"writing to {run.directory}")
+            self._line(f"going on at epoch {progress.epoch + 1}, batch {progress.batch + 1}")
         if self.console.is_terminal and not self.quiet:
             self._show_bars(progress)
 
@@ -110,6 +113,19 @@ class Display:
     def _line(self, text: str) -> None:
         if not self.quiet:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _task(recipe: Recipe) -> str:
+    """Say what is trained on what, how and for how long."""
+    settings = recipe.settings
+    chosen = {key: getattr(settings, key) for key in settings.alternatives}
+    goals = (
+        f", {value if isinstance(value, Budget) else f'{key}={value}'}"
+        for key, value in chosen.items()
+        if value
+    )
+    what = f"{recipe.model.name} on {recipe.data.name}, method={recipe.method}{''.join(goals)}"
+    return f"{what}, epochs={recipe.epochs}"
 
 
 def _measures(record: EpochRecord) -> str:

@@ -32,6 +32,7 @@ from maestro_lod.app.yaml_settings import as_yaml, change, parsed, shown, text_o
 from maestro_lod.errors import OptionError, listed, nearest
 from maestro_lod.methods import METHODS, method_named
 from maestro_lod.train.method import Settings
+from maestro_lod.train.strength import Budget
 
 T = TypeVar("T")
 
@@ -263,10 +264,21 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
     if name_or_path not in names and names_own_code(settings):
         beside = Path(name_or_path).absolute().parent
         settings["code"] = str(beside / str(settings.get("code") or ""))
-    asked = change(settings, changes)
+    named = change(settings, changes)
+    _exchange_limit(settings, named)
+    asked = {key.partition(".")[0] for key in named}
     for key in _outdated(settings, asked, name_or_path) - asked:
         settings.pop(key, None)
     return checked(settings, name_or_path)
+
+
+def _exchange_limit(settings: Mapping[str, Any], named: set[str]) -> None:
+    """Let a limit that is named take the place of a recipe's of another kind: one is all it has."""
+    budget = settings.get("budget")
+    kinds = [kind for kind in Budget.kinds if f"budget.{kind}" in named]
+    if isinstance(budget, dict) and len(kinds) == 1 and budget[kinds[0]] is not None:
+        for other in {*Budget.kinds} - {*kinds}:
+            budget.pop(other, None)
 
 
 def _outdated(settings: Mapping[str, Any], asked: set[str], source: str) -> set[str]:

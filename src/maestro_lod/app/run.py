@@ -47,6 +47,7 @@ from maestro_lod.train.watch import Watch
 class Watcher(Protocol):
     """Who is told how a run goes."""
 
+    def prepare(self, run: Run) -> None: ...
     def begin(self, run: Run, setup: Setup, progress: Progress) -> None: ...
     def step(self, progress: Progress) -> None: ...
     def epoch(self, record: EpochRecord) -> None: ...
@@ -92,6 +93,8 @@ class Run(RunDirectory):
         `stop` is asked after each step: if it says so, a checkpoint is written and `Interrupted`
         raised. Whatever happens, the last checkpoint that was complete stays.
         """
+        for watcher in watchers:  # before data and model, which take long
+            watcher.prepare(self)
         finished, setup = self.finished, Setup.of(self.recipe)
         needed = _checkpoint_bytes(self.recipe, setup.model)
         by_the_first(lambda: None if self.checkpoint.exists() else self.make(needed))
@@ -103,8 +106,7 @@ class Run(RunDirectory):
     def _train(
         self, setup: Setup, watchers: Sequence[Watcher], stop: Callable[[], bool]
     ) -> dict[str, Any]:
-        recipe = self.recipe
-        begun = by_the_first(self._tidied)
+        recipe, begun = self.recipe, by_the_first(self._tidied)
         progress = self._resumed(setup) if begun else Progress()
         by_the_first(lambda: self._begin(setup, progress, begun))
         for watcher in watchers:

@@ -23,6 +23,7 @@ from maestro_lod.app.own import (
 )
 from maestro_lod.app.recipe import Recipe
 from maestro_lod.cost import Cost, cost_of
+from maestro_lod.deploy.verification import tensors_in
 from maestro_lod.errors import OptionError, listed
 from maestro_lod.train.evaluate import (
     CrossEntropy,
@@ -56,10 +57,10 @@ class Setup:
             torch.set_num_threads(recipe.threads)
         loss = loss_of(recipe)  # before the data, which may take long
         data = data_of(recipe)
+        dense = _dense_cost(recipe, data)
         model = model_of(recipe, data)
-        _rehearse(recipe, model, data)
+        _rehearse(recipe, model, data)  # as it is trained, on the device where it is
         optimizer = optimizer_of(recipe, model)
-        dense = cost_of(dense_model_of(recipe, data), data.example)
         method = recipe.settings.make(
             model, optimizer, example=data.example, seed=recipe.seed, dense=dense
         )
@@ -143,6 +144,13 @@ class Builds:
         return MODELS[name], what
 
 
+def _dense_cost(recipe: Recipe, data: Data) -> Cost:
+    """Return what the dense model costs on its data, or say that it cannot run on them."""
+    model = dense_model_of(recipe, data)
+    _rehearse(recipe, model, data)
+    return cost_of(model, data.example)
+
+
 def _rehearse(recipe: Recipe, model: nn.Module, data: Data) -> None:
     """Run the model on one sample: what does not fit is found before anything is written."""
     try:
@@ -150,7 +158,8 @@ def _rehearse(recipe: Recipe, model: nn.Module, data: Data) -> None:
             output = call(model, on_device(data.example, device_of(model)))
     except Exception as error:
         what = f"model {recipe.model.name!r} cannot run on data {recipe.data.name!r}"
-        raise failure(what, error, bool(own_names(recipe))) from error
+        shapes = ["×".join(map(str, t.shape)) for t in tensors_in(data.example)]
+        raise failure(f"{what} (input {listed(shapes)})", error, bool(own_names(recipe))) from error
     scores = output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else data.classes
     if recipe.loss.name == "cross_entropy" and scores < data.classes:
         raise OptionError(

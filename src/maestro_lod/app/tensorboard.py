@@ -15,6 +15,9 @@ from maestro_lod.train.record import EpochRecord
 class TensorBoard:
     """A watcher that writes every number of an epoch's record as a scalar, ranks layer by layer."""
 
+    def prepare(self, run: Run) -> None:
+        pass
+
     def begin(self, run: Run, setup: Setup, progress: Progress) -> None:
         # after a resume, epochs that were written but not saved are written again
         self._writer: Any = SummaryWriter(

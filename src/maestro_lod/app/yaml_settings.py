@@ -64,11 +64,11 @@ def parsed(text: str, source: str) -> dict[str, Any]:
 
 
 def change(settings: dict[str, Any], changes: Iterable[str]) -> set[str]:
-    """Apply `key.key=value` changes, in place; return the outermost keys that they name."""
+    """Apply `key.key=value` changes, in place; return the keys that they name."""
     changes = sorted(changes, key=_depth)
     for each in changes:
         _apply(each, settings)
-    return {each.partition("=")[0].partition(".")[0].strip() for each in changes}
+    return {each.partition("=")[0].strip() for each in changes}
 
 
 def _depth(change: str) -> int:

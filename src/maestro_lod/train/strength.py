@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from maestro_lod.amounts import amount_of
 from maestro_lod.errors import OptionError, require_nonnegative, require_whole
@@ -47,6 +47,8 @@ class Budget:
     together, and they are trained as they are: nothing is drawn and nothing penalized.
     Without `steps` `fit` takes three tenths of its run, and a loop of your own the first epoch.
     """
+
+    kinds: ClassVar = ("params", "macs")
 
     params: float | None = setting(None, "size to land on: 25%, 0.25, 300k", check=_written)
     macs: float | None = setting(None, "the same of MACs", check=_written)

@@ -228,6 +228,9 @@ class _Reporter:
     def __init__(self, report: Report) -> None:
         self.report = report
 
+    def prepare(self, run: Run) -> None:
+        pass
+
     def begin(self, run: Run, setup: Setup, progress: Progress) -> None:
         assert isinstance(setup.method, LoD)
         self._ledger, self._epochs = setup.method.ledger, run.recipe.epochs
