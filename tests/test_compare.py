@@ -253,6 +253,28 @@ def test_changes_for_one_method_do_not_disturb_the_others(recipe: str) -> None:
         plan(recipe, changes=("thresold=0.5",)).base  # noqa: B018
 
 
+@pytest.mark.parametrize("how", ["a high loss", "no finite loss"])
+def test_a_rate_that_does_not_last_gives_way_to_the_next_best(
+    recipe: str, tmp_path: Path, how: str
+) -> None:
+    out = tmp_path / "out"
+    first = compare(recipe, ["dense", "narrow"], out=out, **KILLED)
+    (best, epochs), tried = first.paces["dense"], first.trials["dense"]
+    directory = out / "runs" / f"dense,lr={best:g},epochs={epochs},seed=1"
+    if how == "a high loss":
+        *lines, last = (directory / "metrics.jsonl").read_text().splitlines()
+        diverged = json.dumps({**json.loads(last), "train_loss": 1e3})
+        (directory / "metrics.jsonl").write_text("\n".join([*lines, diverged, ""]))
+    else:
+        (directory / "failed.json").write_text('{"reason": "the loss is inf."}')
+    found = compare(recipe, ["dense", "narrow"], out=out, **KILLED)
+    assert found.trials["dense"] == tried  # the same trials for all
+    assert found.paces["dense"] == (next(rate for rate in tried if rate != best), epochs)
+    assert found.paces["narrow"] == first.paces["narrow"]
+    dense = next(row for row in found.rows if row.method == "dense")
+    assert len(dense.scores) == KILLED["seeds"] and not found.missing
+
+
 # -- killed, reused, shared --------------------------------------------------------------------
 
 

@@ -101,14 +101,33 @@ class Runner:
         trials = self.trials(contender)
         if not all(map(self.settled, trials)):
             return None
-        tried = [(self._merit(trial), -i, trial) for i, trial in enumerate(trials)]
-        known = [entry for entry in tried if entry[0] is not None]
+        known = [(merit, t) for t in trials if (merit := self._merit(t)) is not None]
         if not known:
             reasons = {self.why_not(trial) or _only(trial) for trial in trials}
             self._miss(contender.name, "; ".join(sorted(map(str, reasons))))
             return None
-        best = max(known)[2].run
-        return Pace(best.recipe.optimizer.lr, plan.epochs_for(training_cost(best)))
+        best_first = [t for _, t in sorted(known, key=lambda entry: entry[0], reverse=True)]
+        lasting = (t for t in best_first if not self._diverged(contender, t))
+        return self._pace_of(next(lasting, best_first[0]))
+
+    def _pace_of(self, trial: Training) -> Pace:
+        cost = training_cost(trial.run)
+        return Pace(trial.run.recipe.optimizer.lr, self.plan.epochs_for(cost))
+
+    def _diverged(self, contender: Contender, trial: Training) -> bool:
+        """Say whether a rate that was best in a short trial did not last for a whole training.
+
+        That is one whose loss is not finite, or in the end higher than that of the trial, which is
+        of the same size: data that models are judged by is not looked at.
+        """
+        for training in self.reported(contender, self._pace_of(trial)):
+            if (training.run.directory / _FAILED).exists():
+                return True
+            if training.size == trial.size and training.run.finished:
+                before, after = (t.run.epochs()[-1].train["loss"] for t in (trial, training))
+                if after > before:
+                    return True
+        return False
 
     def merits(self, contender: Contender) -> dict[float, float | None]:
         """Return what each learning rate reached on validation data, None where it failed."""
