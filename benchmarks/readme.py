@@ -66,6 +66,37 @@ def decomposing() -> str:
     )
 
 
+def starting() -> list[str]:
+    answer = record("startup")["answer"]["seconds"]
+    older = next(name for name in answer["lod --help"] if name != "now")
+    lines = [f"| command | at {older} | now |", "|---|--:|--:|"]
+    lines += [
+        f"| `{command}`{comma}{part} | {took[older]:.2f} s | {took['now']:.2f} s |"
+        for title, took in answer.items()
+        for command, comma, part in [title.partition(",")]
+    ]
+    return lines
+
+
+def quantized() -> list[str]:
+    lines = [
+        "| model | params | bytes, × float | time, × float | difference |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for model, found in record("deploy")["answer"].items():
+        rows = found["rows"] if isinstance(found, dict) else {}
+        for name, row in rows.items():
+            cut = row["params"] < 1 or name.startswith("dense")  # or multiplied out, for speed
+            if name.endswith(" int8") and cut:
+                usual = rows[name.removesuffix(" int8")]
+                smaller, slower = (row[key] / usual[key] for key in ("bytes", "time"))
+                lines.append(
+                    f"| {model} | {row['params']:.2f}× | {smaller:.2f} | {slower:.2f} | "
+                    f"{row['difference']:.1e} |"
+                )
+    return lines
+
+
 def block() -> str:
     """Return the page's tables as they follow from the results."""
     about_memory = (
@@ -77,10 +108,20 @@ def block() -> str:
         "what is installed). Only the first two hold nothing but two factors; LoRA keeps the dense "
         "weights frozen, `prototype.pat` trains them and decomposes them in every step."
     )
+    about_int8 = (
+        "ONNX files in onnxruntime, batch 1: int8 beside the same model in float32. The difference "
+        "is relative to the largest output (`python benchmarks/deploy.py`)."
+    )
+    about_starting = (
+        "How much of the processor's time goes by until a command has answered, or says its first "
+        "line in a pipe (`python benchmarks/startup.py COMMIT`, medians, one thread)."
+    )
     parts = {
         "### Memory of a step": [about_memory, "", *memory()],
         "### Beside other libraries": [about, "", *peers()],
         "### Decomposing": [decomposing()],
+        "### int8": [about_int8, "", *quantized()],
+        "### Start-up": [about_starting, "", *starting()],
     }
     lines = steps()
     for title, part in parts.items():

@@ -6,13 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 ORDER = {
     "Start": ["index", "quickstart", "first-hour", "own-model", "sizes", "deploy", "output", "faq"],
     "Train": ["recipes", "tuning", "data", "models", "layers", "methods", "pretrained", "trainers"],
-    "Integrations": ["huggingface", "federated", "scale"],
+    "Integrations": ["huggingface", "distributed", "federated", "scale"],
     "Behind it": ["idea", "reliability", "compare", "measured", "paper/index"],
     "Reference": ["api", "release", "contributing"],
 }
@@ -24,6 +26,29 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+
+
+class _Examples(Preprocessor):
+    """Makes code blocks of a docstring's `>>>` lines, which Markdown takes for quotations."""
+
+    def run(self, lines: list[str]) -> list[str]:
+        text = "\n".join(lines)
+        return re.sub(r"(?m)(^>>> .*(?:\n(?:>>>|\.\.\.)(?: .*)?$)*)", _fenced, text).split("\n")
+
+
+def _fenced(example: re.Match[str]) -> str:
+    code = re.sub(r"(?m)^(>>>|\.\.\.) ?", "", example[0])
+    return f"```python\n{code}\n```"
+
+
+class _ExamplesAreCode(Extension):
+    def extendMarkdown(self, md: Markdown) -> None:
+        md.preprocessors.register(_Examples(md), "examples", 40)  # before blocks of code are found
+
+
+def on_config(config: Any) -> Any:
+    config.markdown_extensions.append(_ExamplesAreCode())
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

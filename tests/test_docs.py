@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from pathlib import Path
@@ -112,6 +113,17 @@ def test_pages_that_are_run_elsewhere_are_named_there() -> None:
 def test_every_link_of_a_page_leads_to_a_file(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
         assert (document.parent / target).exists(), target
+
+
+def test_every_page_has_its_place_in_the_menu() -> None:
+    code = ast.parse((ROOT / "docs" / "site.py").read_text(encoding="utf-8"))
+    (order,) = (
+        node.value
+        for node in code.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ORDER"
+    )
+    named = {page for pages in ast.literal_eval(order).values() for page in pages}
+    assert {page.stem for page in DOCS} <= named
 
 
 def test_every_public_name_is_in_the_reference_with_an_example() -> None:
