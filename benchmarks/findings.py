@@ -15,52 +15,32 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import findings_models  # noqa: F401  # it has findings 11 to 13
 import torch
+from probes import PROBES, Fault, expect, probe, refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 ROOT = Path(__file__).parent.parent
-PROBES: dict[str, tuple[str, str, Callable[[], object]]] = {}
-"""What is wrong, in the order of the findings → finding, test, probe."""
 SMALL = ["data.limit=60", "batch=8", "epochs=2", "penalty=0.02", "threshold=0.1", "threads=1"]
 
 
-class Fault(Exception):
-    """What was found is still there."""
-
-
-def probe(finding: int, title: str, test: str) -> Callable[[Callable[[], object]], None]:
-    def noted(run: Callable[[], object]) -> None:
-        PROBES[title] = (str(finding), test, run)
-
-    return noted
-
-
-def refuses(work: Callable[[], object]) -> None:
-    """Expect an error of the library's own."""
-    from maestro_lod import MaestroError
-
-    try:
-        work()
-    except MaestroError:
-        return
-    raise Fault("nothing is said")
+PROGRAM = (
+    "import sys, importlib.util as u\n"
+    "name = 'maestro_lod.cli' if u.find_spec('maestro_lod.cli') else 'maestro_lod.app.cli'\n"
+    "sys.exit(__import__(name, fromlist=['main']).main())"
+)
+"""Runs `lod`, which had another place before."""
 
 
 def lod(*arguments: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run the program, which had another place before."""
-    start = (
-        "import sys, importlib.util as u\n"
-        "name = 'maestro_lod.cli' if u.find_spec('maestro_lod.cli') else 'maestro_lod.app.cli'\n"
-        "sys.exit(__import__(name, fromlist=['main']).main())"
-    )
     return subprocess.run(
-        [sys.executable, "-c", start, *arguments],
+        [sys.executable, "-c", PROGRAM, *arguments],
         capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip
 
@@ -71,11 +51,6 @@ def trained(name: str = "run", *changes: str) -> Path:
     done = lod("train", "digits", "--out", name, *options)
     assert done.returncode == 0, done.stderr
     return Path(name)
-
-
-def expect(true: bool, otherwise: str) -> None:
-    if not true:
-        raise Fault(otherwise)
 
 
 def low_rank_model() -> nn.Module:
@@ -99,7 +74,54 @@ def method(model: nn.Module, **options: Any) -> Any:
     return LoD(model, torch.optim.SGD(model.parameters(), lr=0.05), **options)
 
 
-# -- 2: files ----------------------------------------------------------------
+# -- 1: two in one directory -----------------------------------------------------------------------
+
+WAITING = """
+import os, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Samples(Dataset):
+    '''Whose second epoch waits, in a process that is told so, until somebody says go.'''
+    taken = 0
+    def __len__(self): return 24
+    def __getitem__(self, index):
+        self.taken += 1
+        while "WAITS" in os.environ and self.taken > 24 and not os.path.exists("go"):
+            time.sleep(0.01)
+        return torch.full((6,), float(index)), index % 3
+
+def model(): return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+def data(batch): return {"train": DataLoader(Samples(), batch_size=batch)}
+"""
+
+
+@probe(1, "`lod resume` in a directory where a training goes on",
+       "test_locks.py::test_two_trainings_and_a_killed_one_with_living_workers")  # fmt: skip
+def _() -> None:
+    Path("own.py").write_text(WAITING)
+    Path("own.yaml").write_text(
+        "model: own:model\ndata: own:data\nepochs: 3\nbatch: 8\ncheckpoint_every: 0\n"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "train", "own.yaml", "--out", "run"],
+        env=os.environ | {"WAITS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        while first.poll() is None and not Path("run/checkpoint.safetensors").exists():
+            time.sleep(0.01)
+        second = lod("resume", "run")
+        assert first.poll() is None, "the first has ended"
+    finally:
+        Path("go").touch()
+        first.wait()
+    expect(second.returncode != 0, "both go on")
+    expect(f"in use by process {first.pid}" in second.stderr, "nobody says who is there")
+    expect(first.returncode == 0, "the first one fails")
+
+
+# -- 2: files --------------------------------------------------------------------------------------
 
 
 @probe(2, "one flipped bit of a weight",
@@ -388,7 +410,7 @@ def main() -> None:
                     }  # fmt: skip
         finally:
             subprocess.run([*git, "worktree", "remove", "--force", folder], check=True)
-    rows = [known[title] for title in PROBES]
+    rows = sorted((known[title] for title in PROBES), key=lambda row: row["finding"])
     print(json.dumps(rows, indent=1))
     write("findings", {"before": options.before, "rows": rows})
 
