@@ -4,15 +4,15 @@ python benchmarks/verification.py
 
 For the whole file, half and a tenth of its ranks, from memory (cached) and from the disk (cold):
 processor seconds and wall-clock seconds to read as `load` does, without and with verification, and
-of one plain read of those bytes, into fresh memory as `load` needs it. Medians over rounds, each of
-which measures everything once, because others may use the machine.
+of one plain read of those bytes, into fresh memory as `load` needs it. The least of all rounds, in
+turning order: what others do, and which memory the system hands out, only adds (a page that a
+virtual machine has given back costs several times as much as one that it still has).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
 def measure(path: Path, rounds: int, wheres: list[str]) -> dict[str, dict[str, dict[str, float]]]:
     times: dict[str, dict[str, list[tuple[float, float]]]] = {}
     place = memoryview(bytearray(RANKS * WIDTH * 4))
-    for _ in range(rounds):
+    for number in range(rounds):
         path.read_bytes()  # what is cold in one round is to be cached in the next
         for where in wheres:
             for name, share in SHARES.items():
@@ -86,25 +86,23 @@ def measure(path: Path, rounds: int, wheres: list[str]) -> dict[str, dict[str, d
                     "not verified": lambda rows=rows: read(path, rows, verify=False),
                     "verified": lambda rows=rows: read(path, rows, verify=True),
                 }
-                for kind, work in works.items():
+                kinds, turn = [*works], number % len(works)
+                for kind in kinds[turn:] + kinds[:turn]:
                     if where == "cold":
                         forget(path)
                     found = times.setdefault(f"{name}, {where}", {}).setdefault(kind, [])
-                    found.append(seconds(work))
+                    found.append(seconds(works[kind]))
     return {name: in_short(kinds) for name, kinds in times.items()}
 
 
 def in_short(kinds: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
-    """Return medians over the rounds, and what verifying adds as a share of a plain read."""
+    """Return the least of the rounds, and what verifying adds as a share of a plain read."""
     answer: dict[str, dict[str, float]] = {}
     for at, unit in enumerate(("cpu", "wall")):
-        for kind, found in kinds.items():
-            median = statistics.median(taken[at] for taken in found)
-            answer.setdefault(kind, {})[unit] = float(f"{median:.3g}")
-        rounds = zip(
-            *(kinds[kind] for kind in ("plain read", "not verified", "verified")), strict=True
-        )
-        added = statistics.median((new[at] - old[at]) / one[at] for one, old, new in rounds)
+        least = {kind: min(taken[at] for taken in found) for kind, found in kinds.items()}
+        for kind, taken in least.items():
+            answer.setdefault(kind, {})[unit] = float(f"{taken:.3g}")
+        added = (least["verified"] - least["not verified"]) / least["plain read"]
         answer.setdefault("added over a plain read", {})[unit] = round(added, 2)
     return answer
 
