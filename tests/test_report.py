@@ -782,6 +782,29 @@ def test_a_page_fits_the_screen(opened, tmp_path, width):
             page.screenshot(path=ARTIFACTS / f"report-{width}.png", full_page=True)
 
 
+OVERLAPS = """() => [...document.querySelectorAll('.plot svg')].flatMap(svg => {
+    const boxes = [...svg.querySelectorAll('text')].map(
+        text => ({name: text.textContent, ...text.getBoundingClientRect().toJSON()}))
+    const air = 0.2  // of the height of a box, above and below its letters
+    const meet = (a, b) => a.left < b.right && b.left < a.right &&
+        a.top + air * a.height < b.bottom - air * b.height &&
+        b.top + air * b.height < a.bottom - air * a.height
+    return boxes.flatMap((a, place) =>
+        boxes.slice(place + 1).filter(b => meet(a, b)).map(b => `${a.name} and ${b.name}`))
+})"""
+
+
+@in_browser
+@pytest.mark.parametrize("width", [1280, 375])
+def test_no_text_of_a_chart_covers_another(opened, tmp_path, width):
+    run = write_run(tmp_path / "run", frontier=True)
+    frontier = json.loads((run / "frontier.json").read_text())
+    for point in (*frontier["points"], frontier["dense"]):  # 30 k is next to "MACs" then
+        point["macs"] = point["macs"] * 34_000 // 42_242
+    (run / "frontier.json").write_text(json.dumps(frontier))
+    assert opened(run, width=width).evaluate(OVERLAPS) == []
+
+
 @in_browser
 def test_hovering_and_arrow_keys_tell_the_values(opened, tmp_path):
     run = write_run(tmp_path / "run")

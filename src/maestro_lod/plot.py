@@ -90,8 +90,13 @@ class Frame:
         return self.height - self.bottom, self.top
 
 
-def grid(frame: Frame, x: Axis, y: Axis, show_x: Format, show_y: Format) -> Markup:
-    """Draw a line for each round value upwards, and the values beside both axes."""
+def grid(
+    frame: Frame, x: Axis, y: Axis, show_x: Format, show_y: Format, corner: str | None = None
+) -> Markup:
+    """Draw a line for each round value upwards, and the values beside both axes.
+
+    What goes across may be named in the `corner`.
+    """
     left, right = frame.across
     bottom = frame.up[0]
     parts: list[Markup] = []
@@ -99,8 +104,13 @@ def grid(frame: Frame, x: Axis, y: Axis, show_x: Format, show_y: Format) -> Mark
         height = y.at(tick)
         parts.append(tag("path", class_="grid", d=f"M{left} {height:.1f}H{right}"))
         parts.append(tag("text", show_y(tick), class_="end", x=left - 7, y=height + 4))
+    if corner is not None:
+        parts.append(tag("text", corner, class_="end", x=left - 7, y=bottom + 19))
     for tick in x.ticks:
-        parts.append(tag("text", show_x(tick), class_="middle", x=x.at(tick), y=bottom + 19))
+        place = x.at(tick)
+        beside = corner is not None and place < left + 20  # where it would cover the name
+        kind = None if beside else "middle"
+        parts.append(tag("text", show_x(tick), class_=kind, x=place, y=bottom + 19))
     parts.append(tag("path", class_="axis", d=f"M{left} {bottom}H{right}"))
     return joined(*parts)
 

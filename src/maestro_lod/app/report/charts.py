@@ -103,7 +103,7 @@ def line_chart(
     else:
         ends = [*([0.0] if from_zero else []), *(references or {}).values()]
         y = plot.linear_axis([*values, *ends], *frame.up)
-    drawn = [_grid(frame, x, y, plain, tick, "epoch")]
+    drawn = [plot.grid(frame, x, y, plain, tick, corner="epoch")]
     for label, value in (references or {}).items():
         height = y.at(value)
         drawn.append(tag("path", class_="reference", d=f"M{x.start} {height:.1f}H{x.end}"))
@@ -159,7 +159,7 @@ def plane(
     ends = [dot.y + side * (dot.spread or 0.0) for dot in everything for side in (-1, 1)]
     y = plot.linear_axis(ends, *WIDE.up)
     x_name = "MACs" if kind == "macs" else kind
-    drawn = [_grid(WIDE, x, y, show_x, tick, x_name)]
+    drawn = [plot.grid(WIDE, x, y, show_x, tick, corner=x_name)]
     if curve:
         points = [(dot.x, dot.y) for dot in curve]
         drawn.append(plot.dotted_line(points, x, y, curve[0].series, radius=3))
@@ -226,12 +226,6 @@ def _curve(line: Line, x: Axis, y: Axis) -> Markup:
         tag("path", class_=f"{kind} {colour(line.series)}", d="".join(steps)),
         None if line.faint else marker(line.series, *place),
     )
-
-
-def _grid(frame: Frame, x: Axis, y: Axis, show_x: Format, show_y: Format, x_name: str) -> Markup:
-    """Draw the grid, with the name of what goes across in its corner."""
-    name = tag("text", x_name, class_="end", x=frame.left - 7, y=y.start + 19)
-    return joined(plot.grid(frame, x, y, show_x, show_y), name)
 
 
 def _figure(
