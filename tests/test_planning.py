@@ -92,6 +92,13 @@ class ReadsOnlyToSetUp(TwoLayers):
         self.called.weight = self.read.weight
 
 
+class ReadsWhereNobodyCalls(TwoLayers):
+    """As fused paths that another forward would take."""
+
+    def fused(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.read.weight)
+
+
 READERS: dict[str, tuple[type[TwoLayers], bool]] = {
     "forward": (ReadsInForward, True),
     "another method": (ReadsInMethod, True),
@@ -100,6 +107,7 @@ READERS: dict[str, tuple[type[TwoLayers], bool]] = {
     "overridden forward": (OverridesTheReading, False),
     "property": (ReadsInProperty, True),
     "initialization": (ReadsOnlyToSetUp, False),
+    "a helper that nobody calls": (ReadsWhereNobodyCalls, False),
     "nobody": (TwoLayers, False),
 }
 

@@ -67,8 +67,9 @@ def save(
     if unordered := [name for name, layer in layers.items() if layer.identity is not None]:
         raise CheckpointError(
             f"{listed(unordered)} are still trained as dense weights: their ranks have no order "
-            "that a file of every size could hold. Train until the budget is reached, or call "
-            "LoD.land() first; a checkpoint to go on from is model.state_dict() with LoD's own."
+            "that a file of every size could hold. Train until the first part of the run is "
+            "over, or land on the budget now (LoD.land); a checkpoint to go on from is "
+            "model.state_dict() with LoD's own."
         )
     tensors, aliases = distinct(model.state_dict())
     for name in layers:

@@ -141,8 +141,8 @@ class Factors(nn.Module):
         if self.identity is not None and rank < self.rank:
             raise RankError(
                 f"rank {rank} of {self.rank}: the layer is still trained as its dense weight, so "
-                "its ranks have no order yet. Land on the budget first (LoD.land), or train on "
-                "until it does."
+                "its ranks have no order yet. Train on until the first part of the run is over, "
+                "or land on the budget now (LoD.land)."
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -22,12 +22,11 @@ from maestro_lod.cost import Costs
 from maestro_lod.errors import OptionError, require_nonnegative, require_whole
 from maestro_lod.train.allocation import allocation, smallest_cost
 from maestro_lod.train.ledger import Ledger
-from maestro_lod.train.order import order_ranks
-from maestro_lod.train.sampling import RankSampler
+from maestro_lod.train.sampling import ALONE, RankSampler
+from maestro_lod.train.unmoved import begins_as_zero
 
 _RUNGS = 32  # sizes on a ladder, the whole model not among them
 _NEAR = 3  # each layer is cut as on one of so many rungs to either side: a search has a choice then
-_ALONE = 0.3  # of a run's epochs; for LeNet, on held-out data, better than none and 0.5
 _WORTH = 0.7  # of the dense cost: a kind of cost that ranks do not bring below this has no ladder
 
 
@@ -60,19 +59,18 @@ class ElasticSampler(RankSampler):
     def __init__(self, model: nn.Module, elastic: Elastic, *, seed: int = 0) -> None:
         super().__init__(model, seed=seed)
         self.strategy = "elastic"
-        self.elastic, self._model = elastic, model
+        self.elastic = elastic
         self.alone = 1 if elastic.alone is None else elastic.alone
-        """How many epochs train the whole model alone."""
         self._ladders: list[list[list[int]]] = []  # kind of cost -> rung -> rank of each layer
 
     def expect(self, epochs: int) -> None:
         """Plan for a run of so many epochs."""
         if self.elastic.alone is None:
-            self.alone = round(_ALONE * epochs)
+            self.alone = round(ALONE * epochs)
 
     def waits(self, epoch: int, ledger: Ledger) -> bool:
         """Say whether the whole model is still trained alone; if not, there are sizes to draw."""
-        if epoch < self.alone:
+        if super().waits(epoch, ledger):
             return True
         if not self._ladders:
             self.build(ledger.costs(self._model))
@@ -82,8 +80,7 @@ class ElasticSampler(RankSampler):
         self, epochs: int, ledger: Ledger, optimizer: Optimizer, ema: AveragedModel | None
     ) -> None:
         """After so many epochs: order ranks once those alone are over, and choose sizes anew."""
-        if epochs == self.alone > 0:
-            order_ranks(self._model, optimizer, ema)
+        super().end_epoch(epochs, ledger, optimizer, ema)
         if epochs >= self.alone:
             self.build(ledger.costs(self._model))
 
@@ -143,16 +140,27 @@ class ElasticSampler(RankSampler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state exactly; the next draw is the one that would have come next."""
+        alone = self.alone
         super().load_state_dict(state)
+        self.alone = state.get("alone", alone)  # older states leave it to the plan
         ladders: Tensor = state["ladders"]
         self._ladders = ladders.tolist()
 
 
-def sampler_for(model: nn.Module, sampling: str | Elastic, seed: int) -> RankSampler:
-    """Return what draws the ranks of a model's steps."""
+def sampler_for(
+    model: nn.Module, sampling: str | Elastic, seed: int, *, budget: bool
+) -> RankSampler:
+    """Return what draws the ranks of a model's steps; with a budget nothing will be drawn.
+
+    Where a layer begins as zero, the whole model is trained alone first, as elastic training does:
+    those before it get next to no gradients until it has grown, and what sampling does to them
+    meanwhile drowns the little that there is.
+    """
     if isinstance(sampling, Elastic):
         return ElasticSampler(model, sampling, seed=seed)
-    return RankSampler(model, strategy=sampling, seed=seed)
+    sampler = RankSampler(model, strategy=sampling, seed=seed)
+    sampler.alone = int(not budget and begins_as_zero(model))
+    return sampler
 
 
 def _near_rungs() -> Iterator[int]:

@@ -103,7 +103,7 @@ class LoD(Resumable):
         require_all_active(self.model, "training")
         adopt_shards(self.model)
         self.min_rank = max(require_whole("min_rank", min_rank), 1 if budget else 0)
-        self.sampler = sampler_for(self.model, sampling, seed)
+        self.sampler = sampler_for(self.model, sampling, seed, budget=budget)
         require_optimizer(self.model, optimizer)
         require_trainable(self.model)
         self.ema = None if ema is None else require_averaged(ema)
@@ -188,10 +188,9 @@ class LoD(Resumable):
         if self.passes.full_pass and passes == 1:
             what = "sampling=Elastic(…)" if self.passes.elastic else "full_pass=True"
             raise OptionError(f"{what} needs two passes: use backward(forward, loss).")
-        self._penalty.begin_step()
+        landing, waits = self.landing, self.sampler.waits(self.epoch, self.ledger)
+        self._penalty.begin_step(whole=waits)
         self._agreement.before_step(self)
-        landing = self.landing
-        waits = self.sampler.waits(self.epoch, self.ledger)
         if waits or (landing is not None and not landing.landed):
             self._unfactored.begin()
         return waits or landing is not None
@@ -270,7 +269,7 @@ class LoD(Resumable):
     def _ranks_to_keep(self, last: bool) -> dict[str, int]:
         if self.landing is not None and (last or self.landing.due(self.epoch + 1)):
             self.land()
-        spared = self._grace.end_epoch(self.epoch)
+        spared = {**self._grace.end_epoch(self.epoch), **self._unfactored.ranks}
         keep = at_least(ranks_above(self.model, self.threshold or 0.0, self.min_rank), spared)
         require_ranks_left(keep, self.threshold, self.penalty)
         self._steps.measure(self.ledger)

@@ -51,7 +51,7 @@ class RankPenalty:
         self._pressure = strength if isinstance(strength, Pressure) else None
         if self._pressure is not None and self._pressure.steps is not None:
             self._press_for(self._pressure, self._pressure.steps)
-        self._warned_of_floor = False
+        self._warned_of_floor = self._rests = False
         self.use: str | None = None
         """Of λ in this epoch: None until a step has one, then "due" until it is "applied"."""
         if self.landing is not None:
@@ -78,8 +78,12 @@ class RankPenalty:
             pressure.value, self._model, self._optimizer, steps, proximal=self.proximal
         )
 
-    def begin_step(self) -> None:
-        """Refuse a step while nobody has said how long training lasts and λ depends on it."""
+    def begin_step(self, *, whole: bool) -> None:
+        """Refuse a step while nobody has said how long training lasts and λ depends on it.
+
+        A step that trains the whole model alone, as its weights, has no ranks to penalize.
+        """
+        self._rests = whole
         if self._pressure is not None and not self.value:
             raise OptionError(
                 f"a pressure needs to know how long training lasts: Pressure("
@@ -99,7 +103,7 @@ class RankPenalty:
 
     @property
     def _by_gradients(self) -> bool:
-        return not self.proximal and self.value != 0.0
+        return not self.proximal and self.value != 0.0 and not self._rests
 
     def loss(self) -> Tensor:
         """Return λ times the group lasso; zero in proximal mode."""
@@ -116,7 +120,7 @@ class RankPenalty:
         return self.loss()
 
     def _proximal_step(self, rates: Rates) -> None:
-        if self.value != 0.0:
+        if self.value != 0.0 and not self._rests:
             press(self._layers.values(), self.value, self._optimizer, rates)
 
     def _land_if_due(self, _: Rates) -> None:

@@ -35,6 +35,11 @@ class Unfactored:
         """The layers that are trained as their weights now."""
         return [name for name, layer in self._layers.items() if layer.identity is not None]
 
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The ranks of these layers: all of them, since none is less important than another."""
+        return {name: self._layers[name].rank for name in self.names}
+
     @torch.no_grad()
     def begin(self) -> None:
         """Turn layers that have all ranks, and train all of them, to weights; outputs are the same.
