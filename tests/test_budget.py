@@ -74,6 +74,25 @@ def test_a_run_ends_within_its_budget_and_close_to_it(
     assert all(record.penalty == 0.0 for record in progress.history)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
+def test_a_model_in_half_precision_lands_and_goes_on_learning(
+    adam: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model = lod.decompose(net().to(dtype))
+    kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
+    more = {"lr": 0.003, "eps": 1e-4} if adam else {"lr": 0.05, "momentum": 0.9}
+    optimizer = kind(model.parameters(), **more)
+    train = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.5))
+    batches = [(x.to(dtype), y) for x, y in data()]
+    done = lod.fit(model, batches, optimizer=optimizer, method=train, epochs=12)
+    assert count_params(lod.extract(model)) <= 0.5 * count_params(net())
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    landed = next(record for record in done.history if record.phase == "landed")
+    assert done.history[-1].train["loss"] < 0.8 * landed.train["loss"]
+
+
 def test_the_last_epoch_lands_whatever_was_planned() -> None:
     model, train, _ = trained({"params": 0.2, "steps": 10**6}, epochs=2, momentum=0.9)
     summary = lod.summary(model, torch.empty(1, 20))

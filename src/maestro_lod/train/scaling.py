@@ -30,9 +30,10 @@ def scale_gradients(layers: Mapping[LowRank, int]) -> None:
 
 def _scale(layer: LowRank, rank: int, stored_u: Tensor, stored_v: Tensor) -> None:
     assert stored_u.grad is not None and stored_v.grad is not None
-    u, v = layer._matrices(gathered(stored_u), gathered(stored_v))
+    wide = torch.promote_types(stored_u.dtype, torch.float32)  # nothing narrower is inverted
+    u, v = (f.to(wide) for f in layer._matrices(gathered(stored_u), gathered(stored_v)))
     gradients = gathered(stored_u.grad), gathered(stored_v.grad)
-    of_u, of_v = (gradient.clone() for gradient in layer._matrices(*gradients))
+    of_u, of_v = (each.to(wide, copy=True) for each in layer._matrices(*gradients))
     of_u[..., :rank] = of_u[..., :rank] @ _inverse(v[:, :rank] @ v[:, :rank].mT)
     of_v[:, :rank] = _inverse(u[..., :rank].mT @ u[..., :rank]) @ of_v[:, :rank]
     for factor, new in zip((stored_u, stored_v), layer.factors_of(of_u, of_v), strict=True):
@@ -42,7 +43,6 @@ def _scale(layer: LowRank, rank: int, stored_u: Tensor, stored_v: Tensor) -> Non
 
 def _inverse(gram: Tensor) -> Tensor:
     """Invert (groups, rank, rank) matrices of products, damped."""
-    gram = gram.float() if gram.dtype in (torch.float16, torch.bfloat16) else gram
     mean = gram.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(gram.dtype).tiny)
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     inverse: Tensor = torch.linalg.inv(gram + _DAMPING * mean[:, None, None] * eye)
