@@ -3,7 +3,7 @@
 python benchmarks/reliability.py damage     10,000 flipped bits, 2,000 damaged files
 python benchmarks/reliability.py locks      50 pairs of trainings, 50 killed holders of a lock
 python benchmarks/reliability.py lines      500 command lines
-python benchmarks/reliability.py docs       the tables, from these, soak, verification and findings
+python benchmarks/reliability.py docs       the tables, from these, soak, verification, zeros, …
 """
 
 from __future__ import annotations
@@ -113,12 +113,32 @@ def findings() -> str:
     return "\n".join([*lines, "", f"({commits}.)"]) + "\n"
 
 
+def zeros() -> str:
+    """Return the table of how layers that begin as zeros learn, beside dense ones."""
+    told = record("zeros")
+    lines = [
+        "| layer | begins as | optimizer, warm-up | dense | LoD | difference |",
+        "|---|---|---|--:|--:|--:|",
+    ]
+    for row in told["answer"]["rows"]:
+        how = f"{row['optimizer']}, {row['warm-up']}"
+        cells = (f"{row['dense']:.2f} ± {row['between seeds']:.2f}", f"{row['lod']:.2f}")
+        lines.append(
+            f"| {row['layer']} | {row['begin']} | {how} | {' | '.join(cells)} | "
+            f"{row['difference']:+.2f} ± {row['error']:.2f} |"
+        )
+    return "\n".join([*lines, "", f"({where(told)}.)"]) + "\n"
+
+
+TABLES = {"counts": counts, "costs": costs, "zeros": zeros, "findings": findings}
+
+
 def documented(text: str) -> str:
     """Return the docs with the tables as they follow from the results."""
-    for name, table in (("counts", counts()), ("costs", costs()), ("findings", findings())):
+    for name, table in TABLES.items():
         head, rest = text.split(START.format(name))
         end = END.format(name)
-        text = head + START.format(name) + table + end + rest.split(end, 1)[1]
+        text = head + START.format(name) + table() + end + rest.split(end, 1)[1]
     return text
 
 
