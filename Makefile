@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo docs wheel test flower check bench soak paper clean
+.PHONY: help demo docs wheel pythons test flower check bench soak paper clean
 ITEM ?=
 
 help:  ## show the targets
@@ -62,6 +62,12 @@ docs: $(VENV)/.installed  ## build the site of the documentation, strictly, to s
 wheel: $(VENV)/.installed  ## build wheel and sdist, and try the wheel with torch and safetensors alone
 	$(BIN)/pip install --quiet build
 	$(BIN)/python benchmarks/wheel.py
+
+PYTHONS ?= $(foreach minor,10 11 12 13,$(shell command -v python3.$(minor)))
+
+pythons: $(VENV)/.installed  ## try the wheel with each Python that is here: make pythons PYTHONS="python3.10 …"
+	$(BIN)/pip install --quiet build
+	$(BIN)/python benchmarks/wheel.py $(PYTHONS)
 
 soak: $(VENV)/.installed  ## kill every command at random moments a thousand times (about an hour), count damage and locks
 	$(BIN)/python benchmarks/soak.py 1000

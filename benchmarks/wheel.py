@@ -1,9 +1,11 @@
 """Build wheel and sdist, look what is in them, and try the wheel with torch and safetensors alone.
 
-    python benchmarks/wheel.py            # `make wheel`
+    python benchmarks/wheel.py                          # `make wheel`
+    python benchmarks/wheel.py python3.10 python3.13    # `make pythons`: with these interpreters
 
-The trial runs in an environment of its own in which only torch, safetensors and what these need can
-be imported, lent by this one: train, shrink, search, save, load and export as plain tensors.
+The first trial runs in an environment of its own in which only torch, safetensors and what these
+need can be imported, lent by this one: train, shrink, search, save, load, export as plain tensors.
+The others run where pip installs the wheel and its program, and train the digits too.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ lod.deploy_size(model, sizes, "out", example=x[:1], formats=["safetensors", "pt2
 extra = {"typer", "rich", "pydantic", "yaml", "sklearn", "onnx", "datasets"} & set(sys.modules)
 assert not extra, extra
 print("the wheel works:", lod.__version__, lod.__file__)
+"""
+WITH = """
+import platform, torch
+print("and its program too, with Python", platform.python_version(), "and torch", torch.__version__)
 """
 TYPED = """
 import torch
@@ -96,6 +102,19 @@ def try_alone(wheel: Path) -> None:
         print("a user's file is checked by our types")
 
 
+def try_with(wheel: Path, interpreter: str) -> None:
+    """Install the wheel and its program for another Python, and use both there."""
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([interpreter, "-m", "venv", f"{place}/env"], check=True)
+        python = f"{place}/env/bin/python"
+        pins = ["--constraint", ROOT / "constraints.txt", f"{wheel}[cli]"]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *pins], check=True)
+        subprocess.run([python, "-c", SMOKE], check=True, cwd=place)
+        train = ["train", "digits", "--set", "epochs=2", "--set", "data.limit=200", "--quiet"]
+        subprocess.run([f"{place}/env/bin/lod", *train], check=True, cwd=place)
+        subprocess.run([python, "-c", WITH], check=True)
+
+
 def needed(asked: str) -> set[str]:
     """Return the packages that one asks for, itself and what those ask for included."""
     found: set[str] = set()
@@ -128,4 +147,7 @@ def _lend(name: str, packages: Path) -> None:
 if __name__ == "__main__":
     made = build()
     require_contents(*made)
-    try_alone(made[0])
+    if not sys.argv[1:]:
+        try_alone(made[0])
+    for interpreter in sys.argv[1:]:
+        try_with(made[0], interpreter)
