@@ -127,7 +127,8 @@ def zeros() -> str:
             f"| {row['layer']} | {row['begin']} | {how} | {' | '.join(cells)} | "
             f"{row['difference']:+.2f} ± {row['error']:.2f} |"
         )
-    return "\n".join([*lines, "", f"({where(told)}.)"]) + "\n"
+    commits = ", ".join(sorted({row["commit"] for row in told["answer"]["rows"]}))
+    return "\n".join([*lines, "", f"(Commits {commits}.)"]) + "\n"
 
 
 TABLES = {"counts": counts, "costs": costs, "zeros": zeros, "findings": findings}

@@ -169,8 +169,11 @@ def test_a_run_that_goes_on_trains_alone_as_long_as_it_had_planned() -> None:
     assert second.sampler.alone == 2
 
 
-@pytest.mark.parametrize("weight", ["ordinary", "rank-deficient", "frozen", "few ranks", "budget"])
-def test_ranks_are_drawn_from_the_first_step_on_where_no_layer_is_zero(weight: str) -> None:
+ALONE = {"zeros": 6, "few ranks": 6, "rank-deficient": 6, "ordinary": 0, "frozen": 0, "budget": 0}
+
+
+@pytest.mark.parametrize(("weight", "alone"), ALONE.items())
+def test_ranks_are_drawn_from_the_first_step_on_where_none_is_zero(weight: str, alone: int) -> None:
     dense = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 10))
     with torch.no_grad():
         if weight == "rank-deficient":
@@ -182,7 +185,26 @@ def test_ranks_are_drawn_from_the_first_step_on_where_no_layer_is_zero(weight: s
     strength = Budget(params=0.5, steps=9) if weight == "budget" else 1e-4
     train = LoD(model, optim.SGD(model.parameters(), lr=0.1), penalty=strength)
     train.sampler.expect(20)
-    assert train.sampler.alone == 0
+    assert train.sampler.alone == alone
+
+
+@pytest.mark.parametrize("begin", ["few ranks", "rank-deficient"])
+def test_ranks_that_are_zero_beside_others_are_trained_alone_and_ordered(begin: str) -> None:
+    """Where a layer does not have all its ranks, its factors are trained as they are."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    with torch.no_grad():
+        dense[2].weight[4:] = 0
+    model = decompose(dense, ranks={"2": 8} if begin == "few ranks" else None)
+    train = LoD(model, optim.SGD(model.parameters(), lr=0.1), penalty=1e-4, threshold=1e-3)
+    x, y = digits()[0][0]
+    assert one_step(model, train, x, y) == {"0": 32, "2": model[2].rank}
+    assert (model[2].identity is None) is (begin == "few ranks")
+    assert train.end_epoch() == {}
+    assert model[0].identity is model[2].identity is None
+    values = torch.linalg.vector_norm(model[2].v.detach(), dim=1)
+    assert torch.equal(values.sort(descending=True).values, values)
+    assert len(one_step(model, train, x, y)) == 1
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -26,16 +26,6 @@ def unmoved_ranks(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def begins_as_zero(model: nn.Module) -> bool:
-    """Say whether a layer that has all its ranks, and trains them, has moved none of them yet."""
-    unmoved = unmoved_ranks(model)
-    layers = {name: low_rank_layers(model)[name] for name in unmoved}
-    return any(
-        layer.rank == layer.full_rank and not torch.logical_and(*_moved_ranks(layer)).any()
-        for layer in layers.values()
-    )
-
-
 def _moved_ranks(layer: LowRank) -> list[Tensor]:
     """Say for each rank of u, and of v, whether it is not zero."""
     factors = layer.stored_factors()
