@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,7 +198,10 @@ def _own(data: str, count: int) -> list[Any]:
 
 
 def _extra(module: str) -> Any:
+    """Import a module that needs transformers, whose bars are for terminals alone."""
     try:
+        if not sys.stderr.isatty():
+            importlib.import_module("transformers.utils.logging").disable_progress_bar()
         return importlib.import_module(module)
     except ImportError:
         raise OptionError(
