@@ -93,7 +93,13 @@ def table(answer: dict[str, Any]) -> str:
         shown = " | ".join(_metric([run["test"] for run in ways[way]]) for way in WAYS)
         about = (TASKS / f"{task}.py").read_text().splitlines()[0].strip('".')
         lines.append(f"| `{task}`. {about} | {yaml} | {minutes:.1f} | {params:.3f}× | {shown} |")
+    lines += ["", f"Test data, mean and standard deviation of {_seeds(answer)} seeds."]
     return "\n".join(lines) + "\n"
+
+
+def _seeds(answer: dict[str, Any]) -> int:
+    """Return how many seeds every training has; one that was stopped may have more of some."""
+    return min(len(runs) for ways in answer.values() for runs in ways.values())
 
 
 def _metric(tests: list[dict[str, float]]) -> str:

@@ -109,10 +109,11 @@ def try_with(wheel: Path, interpreter: str) -> None:
         python = f"{place}/env/bin/python"
         pins = ["--constraint", ROOT / "constraints.txt", f"{wheel}[cli]"]
         subprocess.run([python, "-m", "pip", "install", "--quiet", *pins], check=True)
-        subprocess.run([python, "-c", SMOKE], check=True, cwd=place)
+        # isolated, so that nothing but the wheel is found
+        subprocess.run([python, "-I", "-c", SMOKE], check=True, cwd=place)
         train = ["train", "digits", "--set", "epochs=2", "--set", "data.limit=200", "--quiet"]
-        subprocess.run([f"{place}/env/bin/lod", *train], check=True, cwd=place)
-        subprocess.run([python, "-c", WITH], check=True)
+        subprocess.run([python, "-I", "-m", "maestro_lod", *train], check=True, cwd=place)
+        subprocess.run([python, "-I", "-c", WITH], check=True)
 
 
 def needed(asked: str) -> set[str]:
