@@ -92,6 +92,7 @@ def table(answer: dict[str, Any]) -> str:
         params = statistics.mean(run["relative_params"] for run in ways["budget"])
         shown = " | ".join(_metric([run["test"] for run in ways[way]]) for way in WAYS)
         about = (TASKS / f"{task}.py").read_text().splitlines()[0].strip('".')
+        about += "" if "%" in shown else "; its loss"
         lines.append(f"| `{task}`. {about} | {yaml} | {minutes:.1f} | {params:.3f}× | {shown} |")
     lines += ["", f"Test data, mean and standard deviation of {_seeds(answer)} seeds."]
     return "\n".join(lines) + "\n"
@@ -109,7 +110,7 @@ def _metric(tests: list[dict[str, float]]) -> str:
     mean, spread = statistics.mean(values), statistics.pstdev(values)
     if name == "accuracy":
         return f"{100 * mean:.1f} ± {100 * spread:.1f} %"
-    return f"loss {mean:.3g} ± {spread:.1g}"
+    return f"{mean:.3g} ± {spread:.1g}"
 
 
 def write_page(answer: dict[str, Any]) -> None:
