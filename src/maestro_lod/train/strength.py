@@ -48,7 +48,7 @@ class Budget:
     Without `steps` `fit` takes three tenths of its run, and a loop of your own the first epoch.
     """
 
-    kinds: ClassVar = ("params", "macs")
+    kinds: ClassVar[tuple[str, ...]] = ("params", "macs")
 
     params: float | None = setting(None, "size to land on: 25%, 0.25, 300k", check=_written)
     macs: float | None = setting(None, "the same of MACs", check=_written)
