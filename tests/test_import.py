@@ -117,3 +117,10 @@ except maestro_lod.MaestroError as error:
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert install("tune") in done.stdout
+
+
+def test_every_class_variable_has_a_type() -> None:
+    # Python 3.10 cannot read the annotations of a class with a bare one
+    sources = Path(__file__).parents[1].joinpath("src").rglob("*.py")
+    bare = [p.name for p in sources if re.search(r": ClassVar( |$)", p.read_text("utf-8"), re.M)]
+    assert bare == []
