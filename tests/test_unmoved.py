@@ -169,15 +169,20 @@ def test_a_run_that_goes_on_trains_alone_as_long_as_it_had_planned() -> None:
     assert second.sampler.alone == 2
 
 
-ALONE = {"zeros": 6, "few ranks": 6, "rank-deficient": 6, "ordinary": 0, "frozen": 0, "budget": 0}
+ALONE = {
+    "zeros": 6, "few ranks": 6, "rank-deficient": 6,
+    "one row": 0, "ordinary": 0, "frozen": 0, "budget": 0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("weight", "alone"), ALONE.items())
-def test_ranks_are_drawn_from_the_first_step_on_where_none_is_zero(weight: str, alone: int) -> None:
+def test_ranks_are_drawn_from_the_first_step_on_where_few_are_zero(weight: str, alone: int) -> None:
     dense = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 10))
     with torch.no_grad():
         if weight == "rank-deficient":
             dense[1].weight[4:] = 0
+        elif weight == "one row":  # as an embedding has for padding
+            dense[1].weight[9:] = 0
         elif weight != "ordinary":
             dense[1].weight.zero_()
     dense[1].requires_grad_(weight != "frozen")

@@ -23,7 +23,7 @@ from maestro_lod.errors import OptionError, require_nonnegative, require_whole
 from maestro_lod.train.allocation import allocation, smallest_cost
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.sampling import ALONE, RankSampler
-from maestro_lod.train.unmoved import unmoved_ranks
+from maestro_lod.train.unmoved import much_is_unmoved
 
 _RUNGS = 32  # sizes on a ladder, the whole model not among them
 _NEAR = 3  # each layer is cut as on one of so many rungs to either side: a search has a choice then
@@ -152,14 +152,14 @@ def sampler_for(
 ) -> RankSampler:
     """Return what draws the ranks of a model's steps; with a budget nothing will be drawn.
 
-    Where ranks begin as zero, the whole model is trained alone first, as elastic training does:
-    layers before one of zeros get next to no gradients until it has grown, and what sampling does
-    to them meanwhile drowns the little that there is.
+    Where a layer begins mostly as zeros, the whole model is trained alone first, as elastic
+    training does: layers before one of zeros get next to no gradients until it has grown, and what
+    sampling does to them meanwhile drowns the little that there is.
     """
     if isinstance(sampling, Elastic):
         return ElasticSampler(model, sampling, seed=seed)
     sampler = RankSampler(model, strategy=sampling, seed=seed)
-    sampler.alone = int(not budget and bool(unmoved_ranks(model)))
+    sampler.alone = int(not budget and much_is_unmoved(model))
     return sampler
 
 

@@ -18,12 +18,24 @@ def unmoved_ranks(model: nn.Module) -> dict[str, int]:
     That is how a rank without singular value begins. The factor that is zero gets a gradient, so
     such a rank is not useless: nothing has moved it yet. Layers that are frozen are left out.
     """
-    found = {}
-    for name, layer in low_rank_layers(model).items():
-        unmoved = torch.logical_xor(*_moved_ranks(layer))
-        if (layer.u.requires_grad or layer.v.requires_grad) and bool(unmoved.any()):
-            found[name] = int(unmoved.nonzero().max()) + 1
-    return found
+    unmoved = {name: _unmoved(layer) for name, layer in low_rank_layers(model).items()}
+    return {name: int(of.nonzero().max()) + 1 for name, of in unmoved.items() if bool(of.any())}
+
+
+def much_is_unmoved(model: nn.Module) -> bool:
+    """Say whether a layer begins with half of its ranks, or more, as zero in one factor alone.
+
+    One rank of many, as the row that an embedding has for padding leaves, holds nothing up.
+    """
+    layers = low_rank_layers(model).values()
+    return any(0 < layer.rank <= 2 * int(_unmoved(layer).sum()) for layer in layers)
+
+
+def _unmoved(layer: LowRank) -> Tensor:
+    """Say for each rank whether it is zero in one factor alone, and trained."""
+    unmoved = torch.logical_xor(*_moved_ranks(layer))
+    trained = layer.u.requires_grad or layer.v.requires_grad
+    return unmoved if trained else torch.zeros_like(unmoved)
 
 
 def _moved_ranks(layer: LowRank) -> list[Tensor]:
