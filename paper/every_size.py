@@ -57,7 +57,7 @@ TASKS = {
     "Transformer, characters of Multi30k": Task("paper/transformer.yaml", (0,), {"params": SHARES}),
 }
 """Settings of budgets and elastic training were chosen on validation data of the first three, with
-other seeds; the last two were then run once."""
+other seeds; those after them are run once."""
 
 Point = dict[str, float]
 Line = dict[str, dict[str, list[Point]]]
