@@ -89,7 +89,7 @@ def language_model(folder: Path) -> Case:
         [({"input_ids": part}, None) for part in held_out.split(4)],
         scores_loss,
         (),
-        2e-4,
+        1e-4,
         ("model.embed_tokens.weight",),
     )
 
