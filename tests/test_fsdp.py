@@ -203,8 +203,8 @@ def test_shards_with_other_seeds_are_refused_at_the_first_step(pair):
         assert "do not agree on the ranks to draw" in message and "process 1" in message
 
 
-def killed_in_a_shrink() -> None:
-    """Shrink shards; the second process is killed while rows of a factor move."""
+def about_to_shrink() -> tuple[nn.Module, LoD]:
+    """Train shards for a step, and make ranks of them useless."""
     model = sharded(small_model())
     train = LoD(model, OPTIMIZERS["sgd"](model.parameters()), threshold=1e-4)
     x, y = batch(0)
@@ -212,6 +212,12 @@ def killed_in_a_shrink() -> None:
         F.cross_entropy(model(share(x)), share(y)).backward()
     train.optimizer.step()
     make_useless(model, 0)
+    return model, train
+
+
+def killed_in_a_shrink() -> None:
+    """Shrink shards; the second process is killed while rows of a factor move."""
+    _, train = about_to_shrink()
     if dist.get_rank() == 1:
         dist.all_to_all_single = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     train.end_epoch()
@@ -252,13 +258,8 @@ def test_proximal_steps_and_budgets_see_all_shards(pair, how):
 
 
 def saved_and_loaded(directory: Path) -> dict[str, Any]:
-    model = sharded(small_model())
-    train = LoD(model, OPTIMIZERS["sgd"](model.parameters()), threshold=1e-4)
+    model, train = about_to_shrink()
     x, y = batch(0)
-    with train.step():
-        F.cross_entropy(model(share(x)), share(y)).backward()
-    train.optimizer.step()
-    make_useless(model, 0)
     train.end_epoch()
     save(model, directory / "shards.safetensors")
     again = load(directory / "shards.safetensors", into=sharded(small_model()))
