@@ -21,12 +21,14 @@ from maestro_lod.layers.factors import RanksCutWarning
 EPOCHS, STEPS, BATCH = 5, 3, 8
 
 
-def small_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+def small_model(dtype: torch.dtype = torch.float64, *, zeros: bool = False) -> nn.Module:
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Conv2d(2, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(),
         nn.Linear(32, 12), nn.Tanh(), nn.Linear(12, 4),
     )  # fmt: skip
+    if zeros:
+        nn.init.zeros_(model[6].weight)
     return decompose(model.to(dtype))
 
 
@@ -61,9 +63,10 @@ def trained(
 ) -> dict[str, Any]:
     """Train, in as many processes as there are, and return what became of the model."""
     wraps, of_ddp = dist.is_initialized(), dict(options or {})
-    use = {key: of_ddp.pop(key, None) for key in ("compiled", "loss", "ema", "accumulate")}
+    keys = ("compiled", "loss", "ema", "accumulate", "zeros")
+    use = {key: of_ddp.pop(key, None) for key in keys}
     accumulate = use["accumulate"] or 1
-    model = inner = small_model(dtype)
+    model = inner = small_model(dtype, zeros=bool(use["zeros"]))
     if use["compiled"] == "inside":
         model = torch.compile(model, backend="eager")
     if wraps:
@@ -128,6 +131,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unused parameters": {"find_unused_parameters": True},
     "small buckets, accumulated without sync": {"accumulate": 2, "bucket_cap_mb": 1},
     "averaged": {"ema": True},
+    "head of zeros, the whole model first": {"zeros": True},
     "compiled inside": {"compiled": "inside"},
     "compiled outside": {"compiled": "outside"},
 }

@@ -50,7 +50,7 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def trained(name: str, dtype: torch.dtype = torch.float64, how: str = "") -> dict[str, Any]:
-    model = small_model(dtype)
+    model = small_model(dtype, zeros=how == "zeros")
     if how == "checkpointed":
         model[4] = Checkpointed(model[4])
     if dist.is_initialized():
@@ -126,6 +126,7 @@ def assert_same(results: list[dict[str, Any]], alone: dict[str, Any], within: fl
         ("adamw", "loss"),
         ("sgd", "gathered"),
         ("sgd", "checkpointed"),
+        ("sgd", "zeros"),
         ("adamw", "across"),
     ],
 )
