@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
@@ -42,7 +42,7 @@ class Task:
 
     recipe: str
     seeds: tuple[int, ...]
-    sizes: dict[str, tuple[float, ...]]
+    sizes: Mapping[str, tuple[float, ...]]
     """Kind of cost -> shares of dense."""
     changes: dict[str, Setting] = field(default_factory=dict)
     """Settings of the recipe that are others here."""

@@ -435,6 +435,8 @@ def test_result_agrees_with_the_model_that_was_saved(finished: Run) -> None:
     assert result["full_ranks"] == {"conv1": 6, "conv2": 16, "fc1": 120, "fc2": 84, "fc3": 10}
     assert result["status"] == "finished" and result["epochs"] == 3
     assert result["ledger"]["relative_macs"] > 0
+    held = {form: parts["total"] for form, parts in result["memory"].items()}
+    assert held["at the end"] < held["full rank"] > held["dense"]
     assert result["seconds"] == pytest.approx(
         sum(r["seconds"] for r in metrics(finished.directory))
     )
@@ -461,6 +463,7 @@ def test_dense_run_is_saved_and_read_back(tmp_path: Path) -> None:
     assert data.test is not None
     assert evaluate(model, data.test) == result["test"]
     assert set(result["ledger"].values()) == {1.0} and result["full_ranks"] == {}
+    assert result["memory"] is None
     assert metrics(run.directory)[0]["relative_params"] == 1.0
 
 

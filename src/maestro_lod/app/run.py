@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import time
@@ -23,10 +24,10 @@ from maestro_lod.app.binding import (
     weights_digest,
 )
 from maestro_lod.app.data import Data
-from maestro_lod.app.recipe import Recipe, checked, dumped
+from maestro_lod.app.recipe import SGD, Recipe, checked, dumped
 from maestro_lod.app.report import write_report
 from maestro_lod.app.run_directory import RunDirectory
-from maestro_lod.app.setup import Setup, data_of, model_of
+from maestro_lod.app.setup import Setup, data_of, dense_model_of, model_of
 from maestro_lod.app.together import any_says, by_the_first, is_first, processes, wrapped
 from maestro_lod.app.trust import remember_trust, require_trust
 from maestro_lod.app.yaml_settings import settings_in
@@ -38,6 +39,7 @@ from maestro_lod.layers.ranks import low_rank_layers, match_ranks
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train.evaluate import evaluate, to_evaluate
 from maestro_lod.train.fit import FitOptions, fit
+from maestro_lod.train.footprint import footprint
 from maestro_lod.train.method import Reshaping
 from maestro_lod.train.progress import Progress
 from maestro_lod.train.record import EpochRecord
@@ -215,6 +217,7 @@ class Run(RunDirectory):
             "size": progress.history[-1].size(),
             "summary": counted.to_dict() | dense,
             "ledger": setup.method.training_cost(),
+            "memory": self._memory(setup),
             "full_ranks": {name: m.full_rank for name, m in low_rank_layers(model).items()},
             "seconds": sum(record.seconds or 0.0 for record in progress.history),
             "epochs": progress.epoch,
@@ -223,6 +226,21 @@ class Run(RunDirectory):
         with self.explained():
             write_report([self.directory], self.directory / "report.html")
         return result
+
+    def _memory(self, setup: Setup) -> dict[str, dict[str, int]] | None:
+        """Count what a training step holds at full rank, at the end, and for the dense model."""
+        if not low_rank_layers(setup.model):
+            return None
+        dense = dense_model_of(self.recipe, setup.data)  # wider than the model, maybe
+        count = functools.partial(
+            footprint, example=setup.data.example,
+            batch=-(-self.recipe.batch // processes()), moments=_moments(self.recipe),
+        )  # fmt: skip
+        return {
+            "dense": count(dense).to_dict(),
+            "full rank": count(setup.model, form="full rank").to_dict(),
+            "at the end": count(setup.model).to_dict(),
+        }
 
     # -- afterwards ----------------------------------------------------------------------------
 
@@ -281,8 +299,13 @@ class _Keeper:
 
 def _checkpoint_bytes(recipe: Recipe, model: nn.Module) -> int:
     """Return about what checkpoints need: two at a time, with optimizer state."""
-    moments = 1 if recipe.optimizer.name == "sgd" else 2
-    return 2 * 4 * count_params(model) * (1 + moments) + 2**20
+    return 2 * 4 * count_params(model) * (1 + _moments(recipe)) + 2**20
+
+
+def _moments(recipe: Recipe) -> int:
+    """Return how many values the optimizer keeps for each parameter."""
+    optimizer = recipe.optimizer
+    return int(optimizer.momentum > 0) if isinstance(optimizer, SGD) else 2
 
 
 def _environment(recipe: Recipe, data: Data) -> dict[str, Any]:

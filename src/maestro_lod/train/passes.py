@@ -59,15 +59,15 @@ class Passes:
             output = forward()
             teaches = self.distill and self._require_comparable(output, soft_loss)
             full_loss = require_finite_loss(require_loss(loss(output)) * weight)
+            output = tree_map_only(Tensor, Tensor.detach, output) if teaches else None
             full_loss.backward()  # type: ignore[no-untyped-call]
             total = full_loss.detach()
         with sampled:
-            mine = forward()
+            # no name for this pass's output: it is freed before the backward, if nobody needs it
             if teaches:
-                teacher = tree_map_only(Tensor, Tensor.detach, output)
-                data_loss = (soft_loss or soft_cross_entropy)(mine, teacher)
+                data_loss = (soft_loss or soft_cross_entropy)(forward(), output)
             else:
-                data_loss = require_loss(loss(mine))
+                data_loss = require_loss(loss(forward()))
             sampled_loss = require_finite_loss(data_loss * weight)
             sampled_loss.backward()  # type: ignore[no-untyped-call]
         return sampled_loss.detach() + total

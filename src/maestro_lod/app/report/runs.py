@@ -89,6 +89,13 @@ class ReportedRun:
         return mapping(self.result.get("ledger"))
 
     @property
+    def memory(self) -> dict[str, float]:
+        """The bytes that a training step holds, by the form of the model."""
+        counted = mapping(self.result.get("memory"))
+        totals = {form: number(mapping(parts), "total") for form, parts in counted.items()}
+        return {form: total for form, total in totals.items() if total}
+
+    @property
     def seconds(self) -> float | None:
         """Training time so far."""
         spent = [drawable(epoch.seconds) or 0.0 for epoch in self.epochs]
