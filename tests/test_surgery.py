@@ -837,22 +837,23 @@ def test_the_extract_runs_and_unpickles_without_this_library(tmp_path: Path) -> 
 
 
 SURVEY_BEFORE = """\
-layer  kind             weight    rank
-──────────────────────────────────────────────────────────────────────────────
-0      Conv2d           8×3×3×3    8/8  can be decomposed
-3      Conv2d           8×1×3×3         no rank saves anything (1×9 per group)
-4      Conv2d           12×4×3×3        skipped as asked (4)
-5      ConvTranspose2d  12×4×2×2  6/12  can be decomposed
-7      Linear           10×64     5/10  can be decomposed"""
+layer  kind             weight    rank  saves up to
+───────────────────────────────────────────────────────────────────────────────────────────
+0      Conv2d           8×3×3×3    8/8            6  can be decomposed
+3      Conv2d           8×1×3×3                      no rank saves anything (1×9 per group)
+4      Conv2d           12×4×3×3                     skipped as asked (4)
+5      ConvTranspose2d  12×4×2×2  6/12            6  can be decomposed
+7      Linear           10×64     5/10            8  can be decomposed"""
 
 SURVEY_AFTER = """\
-layer  kind             weight    rank
-──────────────────────────────────────────────────────────────────────────────
-0      Conv2d           8×3×3×3    8/8  low-rank
-3      Conv2d           8×1×3×3         no rank saves anything (1×9 per group)
-4      Conv2d           12×4×3×3   6/6  can be decomposed
-5      ConvTranspose2d  12×4×2×2  6/12  low-rank
-7      Linear           10×64     5/10  low-rank"""
+layer  kind             weight    rank  saves up to
+─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+0      Conv2d           8×3×3×3    8/8            6  low-rank
+3      Conv2d           8×1×3×3                      no rank saves anything (1×9 per group)
+4      Conv2d           12×4×3×3   6/6            5  can be decomposed; hardly faster, as \
+groups of few channels are slow
+5      ConvTranspose2d  12×4×2×2  6/12            6  low-rank
+7      Linear           10×64     5/10            8  low-rank"""
 
 
 def test_a_survey_prints_what_will_be_and_what_was_done(
@@ -877,7 +878,7 @@ def test_a_survey_is_data() -> None:
     rows = {row["name"]: row for row in json.loads(json.dumps(plan.to_dict()))["layers"]}
     assert rows["5"] == {
         "name": "5", "kind": "ConvTranspose2d", "shape": [12, 4, 2, 2], "full_rank": 12, "rank": 6,
-        "low_rank": False, "left_alone": "",
+        "low_rank": False, "left_alone": "", "break_even": 6, "slow": "",
     }  # fmt: skip
     with pytest.raises(AttributeError):
         plan.layers = ()
@@ -894,9 +895,26 @@ def test_decompose_does_what_the_survey_says(options: dict[str, Any]) -> None:
     assert lod.ranks(lod.decompose(model, **options)) == plan.ranks
 
 
+def test_a_survey_says_what_is_not_faster_at_any_rank() -> None:
+    model = nn.ModuleDict(
+        {
+            "read": nn.LSTM(8, 16),
+            "words": nn.Embedding(50, 8),
+            "whole": nn.Conv2d(8, 8, 3),
+            "groups": nn.Conv2d(16, 16, 3, groups=2),
+        }
+    )
+    found = {row.name: row.slow for row in lod.survey(model).layers}
+    assert found.pop("whole") == ""
+    assert all(found.values()), found
+    assert {row.name: row.slow for row in lod.survey(lod.decompose(model)).layers} == {
+        **found, "whole": ""
+    }  # fmt: skip
+
+
 def test_a_survey_of_a_bare_layer_names_the_model_itself() -> None:
     text = str(lod.survey(nn.Linear(4, 4)))
-    assert "(the model itself)  Linear  4×4      4/4  can be decomposed" in text
+    assert "(the model itself)  Linear  4×4      4/4            2  can be decomposed" in text
 
 
 def test_a_survey_lists_a_layer_that_is_left_alone_once() -> None:

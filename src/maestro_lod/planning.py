@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from maestro_lod.errors import LayerError, OptionError, RankError, listed, nearest
+from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import Ranks, matches, resolve, unwrapped
 from maestro_lod.layers.registry import low_rank_type, opened_type
 from maestro_lod.layers.uses import role_of
@@ -39,6 +40,16 @@ class SurveyedLayer:
     """Whether the layer is low-rank now."""
     left_alone: str = ""
     """Why the layer stays dense; empty where it is, or can be, low-rank."""
+    break_even: int | None = None
+    """The largest rank at which the factors have no more weights than the dense layer."""
+    slow: str = ""
+    """Why steps of the layer are not faster than dense ones, even at small ranks; else empty."""
+
+    def __str__(self) -> str:
+        if self.left_alone:
+            return self.left_alone
+        state = "low-rank" if self.low_rank else "can be decomposed"
+        return f"{state}; {self.slow}" if self.slow else state
 
 
 @dataclass(frozen=True)
@@ -67,11 +78,13 @@ class Survey:
                 row.kind,
                 "×".join(map(str, row.shape)),
                 "" if row.rank is None else f"{row.rank}/{row.full_rank}",
-                row.left_alone or ("low-rank" if row.low_rank else "can be decomposed"),
+                "" if row.rank is None else str(row.break_even),
+                str(row),
             )
             for row in self.layers
         ]
-        return table(("layer", "kind", "weight", "rank", ""), rows, right=(3,))
+        columns = ("layer", "kind", "weight", "rank", "saves up to", "")
+        return table(columns, rows, right=(3, 4))
 
 
 def survey(
@@ -86,7 +99,8 @@ def survey(
 
     Every module that owns a weight matrix is listed; attention and recurrent layers by their parts.
     On a model that is decomposed already, it shows what was done: the low-rank layers with their
-    ranks, the others with their reasons.
+    ranks, the others with their reasons. A layer saves weights and MACs up to the rank that is
+    named; above it, a training step costs more than the dense layer's.
     """
     return Survey(tuple(Plan(model, only=only, skip=skip, ranks=ranks, tied=tied).rows.values()))
 
@@ -155,8 +169,8 @@ class Plan:
         """List one module; say whether that deals with its submodules too."""
         role, layer = role_of(module), cast("Any", module)
         if role == "low-rank":
-            shape, full = tuple(layer.weight_shape), layer.full_rank
-            self.rows[name] = SurveyedLayer(name, layer.kind, shape, full, layer.rank, True)
+            row = SurveyedLayer(name, layer.kind, tuple(layer.weight_shape), low_rank=True)
+            self.rows[name] = _with_ranks(row, layer, layer.rank)
         elif role == "shared":
             shape = tuple(layer.embedding.weight_shape)
             reason = "uses the factors of its embedding"
@@ -181,9 +195,10 @@ class Plan:
             return
         kind = low_rank_type(type(module))
         assert kind is not None
-        full = kind.like(module, 0).full_rank
-        row = SurveyedLayer(name, type(module).__name__, _largest_shape(module), full, full)
-        self.rows[name], self.dense[name] = row, module
+        layer = kind.like(module, 0)
+        row = SurveyedLayer(name, type(module).__name__, _largest_shape(module))
+        self.rows[name] = _with_ranks(row, layer, layer.full_rank)
+        self.dense[name] = module
 
     def _leave_alone(self, name: str, module: nn.Module, reason: str) -> None:
         kind, shape = type(module).__name__, _largest_shape(module)
@@ -261,6 +276,11 @@ class Plan:
         for name, rank in resolve(ranks, limits).items():
             if not self.rows[name].low_rank:
                 self.rows[name] = replace(self.rows[name], rank=rank)
+
+
+def _with_ranks(row: SurveyedLayer, layer: LowRank, rank: int) -> SurveyedLayer:
+    full, even = layer.full_rank, min(layer.break_even, layer.full_rank)
+    return replace(row, full_rank=full, rank=rank, break_even=even, slow=layer.slow)
 
 
 def _largest_shape(module: nn.Module) -> tuple[int, ...]:

@@ -98,6 +98,11 @@ class AnyConv(LowRank):
         return 8 if rank <= 8 else -(-rank // 16) * 16
 
     @property
+    def slow(self) -> str:
+        grouped = self.groups > 1 and self.u.device.type == "cpu"
+        return "hardly faster, as groups of few channels are slow" if grouped else ""
+
+    @property
     def moving_one_value(self) -> int:
         return MOVING_ONE_VALUE if self.groups == 1 else _MOVING_ONE_VALUE_OF_A_GROUP
 

@@ -50,6 +50,10 @@ class LowRankEmbedding(LowRank):
                 layer.u[padding] = 0.0
         return layer
 
+    @property
+    def slow(self) -> str:
+        return "faster at few ranks only, a product follows each lookup"
+
     @classmethod
     def obstacle(cls, dense: Any) -> str:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):

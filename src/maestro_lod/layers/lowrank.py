@@ -183,6 +183,11 @@ class LowRank(Factors):
         """The largest rank at which the factors have no more scalars than the dense weight."""
         return self.dense_weights // max(self.weights(1), 1)
 
+    @property
+    def slow(self) -> str:
+        """Why a training step is not faster than the dense layer's at small ranks, if so."""
+        return ""
+
     def executed_macs(self, positions: int, rank: int) -> int:
         """Count the MACs that this layer really does, by whichever way it chooses."""
         m, n = self.matrix_shape

@@ -39,6 +39,10 @@ class LowRankMatrix(LowRank):
 
     # torch's recurrent kernels take dense weights, so factors save parameters and no MACs
 
+    @property
+    def slow(self) -> str:
+        return "not faster, multiplied out in every step"
+
     def plain_macs(self, form: PlainForm, positions: int, rank: int) -> int:
         return self.dense_macs(positions)
 
