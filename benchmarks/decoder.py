@@ -1,10 +1,12 @@
 """What does decomposing a decoder of a billion parameters take, in time and in memory?
 
-    python benchmarks/decoder.py [--layers 22] [--threads 1]
+    python benchmarks/decoder.py [--layers 22] [--threads 1] [--by-blocks]
 
 Random weights in bfloat16, all linear layers and the embedding at full rank, which is the longest
 way. CPU seconds, the most memory of the process beside what the model has before and after, and
-how far factors are from their weights. Needs Linux.
+how far factors are from their weights. A call of `decompose` changes all layers or, if it fails,
+none, so it holds dense weights and factors; by blocks, a call for each, it does for one block only.
+Needs Linux.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--by-blocks", action="store_true", help="A call of decompose for each.")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -68,7 +71,9 @@ def main() -> None:
         if isinstance(module, nn.Linear)
     }
     wall, cpu = time.perf_counter(), time.process_time()
-    model = lod.decompose(model)
+    parts = ["embedding", "head", *(f"blocks.{i}" for i in range(options.layers))]
+    for part in parts if options.by_blocks else [None]:
+        model = lod.decompose(model, only=part)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     from interleaved import write  # not before: it makes the process keep memory that is freed
     from svd import memory
@@ -88,7 +93,7 @@ def main() -> None:
         "largest_relative_error": max(errors),
     }
     print(answer)
-    write("decoder", answer)
+    write("decoder_by_blocks" if options.by_blocks else "decoder", answer)
 
 
 if __name__ == "__main__":
