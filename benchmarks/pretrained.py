@@ -1,7 +1,7 @@
 """How good are pretrained models at a share of their weights, cut in which way?
 
     python benchmarks/pretrained.py MODELS_DIR [--only "language model"] [--shares 0.8 0.7]
-                                                [--ways calibrated]
+                                                [--ways calibrated] [--larger 4 --lr 2e-4]
 
 Every way gets the same share of the decomposed layers' weights; BatchNorms get statistics of their
 own each time. What is measured is kept: the same command goes on where it was stopped. Writes
@@ -17,6 +17,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,6 +25,7 @@ import torch
 from interleaved import RESULTS, write
 from pretrained_models import CASES, Case
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import maestro_lod as lod
 from maestro_lod.cost import Costs
@@ -53,7 +55,8 @@ class Bench:
         self, case: Case, answer: dict[str, Any], keep: Callable[[], None], unfinished: Path | None
     ) -> None:
         self.case, self.answer, self.keep = case, answer, keep
-        self.unfinished = unfinished
+        self.larger = 1
+        """How many batches are one, to heal on."""
         self.kept = Kept(unfinished, {"quality": case.quality})
         self.seen = calibrate(case.model, case.calibration, loss=case.loss, kept=self.kept)
         self.elastic = lod.decompose(copy.deepcopy(case.model), calibration=self.seen)
@@ -154,7 +157,7 @@ class Bench:
 
     def healed(self, share: float, steps: int) -> nn.Module:
         model = self.corrected(share)
-        self.heal(model, steps, "only", f"healing {share} {steps}")
+        self.heal(model, steps, "only", f"healing {share} {steps}{self._unusual()}")
         return self.normed(model)
 
     @functools.cache  # noqa: B019
@@ -169,9 +172,13 @@ class Bench:
     def of_all_sizes(self, share: float, steps: int) -> nn.Module:
         return self.normed(lod.extract(self.healed_together(steps), self.ranks(share)))
 
+    def _unusual(self) -> str:
+        return "" if self.larger == 1 else f" {self.larger} {self.case.lr}"
+
     @functools.cached_property
     def healing(self) -> Iterable[Any]:
-        return self.case.healing(self.kept)
+        batches = self.case.healing(self.kept)
+        return batches if self.larger == 1 else _joined(list(batches), self.larger)
 
     def heal(self, model: nn.Module, steps: int, sizes: Sizes, name: str) -> None:
         case = self.case
@@ -186,6 +193,12 @@ class Bench:
     def normed(self, model: nn.Module) -> nn.Module:
         recalibrate(model, self.case.calibration)
         return model.eval()
+
+
+def _joined(batches: list[Any], count: int) -> list[Any]:
+    """Make one batch of so many; the rest, if there is one, is left out."""
+    groups = [batches[i : i + count] for i in range(0, len(batches) - count + 1, count)]
+    return [(tree_map(lambda *t: torch.cat(t), *(x for x, _ in group)), None) for group in groups]
 
 
 def _tell(step: int, loss: float) -> None:
@@ -259,6 +272,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="Of healing.")
     parser.add_argument("--unfinished", type=Path, help="Where half a cell is kept.")
     parser.add_argument("--seconds", type=float, default=math.inf, help="CPU time to stop after.")
+    parser.add_argument("--larger", type=int, default=1, help="Batches in one, to heal on.")
+    parser.add_argument("--lr", type=float, help="To heal at. [default: the model's]")
     parser.add_argument("--table", action="store_true", help="Only write the page.")
     options = parser.parse_args()
     global _MOST_SECONDS
@@ -275,9 +290,13 @@ def main() -> None:
             case, answer.setdefault(name, {}), lambda: write("pretrained", answer), unfinished
         )
         makes = ways(options.steps)
+        settings = ""
+        if options.larger > 1 or options.lr:
+            bench.larger, bench.case = options.larger, replace(case, lr=options.lr or case.lr)
+            settings = f", batches {options.larger} times as large, lr {bench.case.lr:g}"
         for way in options.ways or makes:
             for share in options.shares:
-                bench.run(way, share, makes[way])
+                bench.run(way + settings, share, makes[way])
     head, rest = PAGE.read_text().split(START)
     PAGE.write_text(head + START + table(answer) + END + rest.split(END, 1)[1])
 

@@ -71,7 +71,7 @@ def language_model(folder: Path) -> Case:
     windows, held_out = windows[:-32], windows[-32:]
 
     def healing(kept: Kept) -> list[Any]:
-        written = kept.part("written", lambda: written_by(model, 128))
+        written = kept.part("written more", lambda: written_by(model, 640))
         told = torch.cat([windows, written]).reshape(-1, 128)
         told = told[torch.randperm(len(told), generator=seeded())]
         return [({"input_ids": part}, None) for part in told.split(4)]
