@@ -9,11 +9,14 @@ from paper.scale import Scale
 
 __all__ = ["TITLE", "figures", "judgement", "markdown", "measure"]
 
-TITLE = "Beyond the paper: every size, on all of MNIST"
+TITLE = "Beyond the paper: every size, on all of MNIST and CIFAR-10"
 TASKS = {
     "LeNet, MNIST": Task(
         "paper/lenet.yaml", (0,), {"params": SHARES, "macs": (0.5, 0.33, 0.25)},
         {"data__limit": 60_000},
+    ),
+    "ResNet, CIFAR-10": Task(
+        "paper/resnet.yaml", (0,), {"params": SHARES}, {"data__limit": 50_000}
     ),
 }  # fmt: skip
 
