@@ -48,9 +48,10 @@ check: $(VENV)/.installed  ## lint, formatting, types
 
 bench: $(VENV)/.installed  ## measure training steps and single layers against dense ones
 	$(BIN)/python benchmarks/step.py
-	$(BIN)/python benchmarks/step.py --compiled --only LeNet
+	$(BIN)/python benchmarks/step.py --compiled
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/layers.py
+	$(BIN)/python benchmarks/products.py
 	$(BIN)/python benchmarks/few_channels.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/readme.py

@@ -52,6 +52,41 @@ def memory() -> list[str]:
     return lines
 
 
+def layers() -> list[str]:
+    shares = next(iter(record("layers")["answer"].values()))
+    lines = [
+        f"| layer | {' | '.join(f'{share} of the rank' for share in shares)} |",
+        "|---" * (1 + len(shares)) + "|",
+    ]
+    for kind, found in record("layers")["answer"].items():
+        cells = [
+            f"{at['time']:.2f} ({'–' if at['macs'] is None else format(at['macs'], '.2f')})"
+            for at in found.values()
+        ]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return lines
+
+
+def products() -> list[str]:
+    lines = ["| product | MACs | oneDNN, × torch | taken |", "|---|--:|--:|---|"]
+    for product, found in record("products")["answer"].items():
+        lines.append(
+            f"| {product} | {found['macs'] / 1e6:.1f} M | {found['ratio']:.2f} | "
+            f"{'yes' if found['taken'] else 'no'} |"
+        )
+    return lines
+
+
+def compiled() -> list[str]:
+    lines = [
+        "| model | step | × dense, not compiled | middle half of rounds |",
+        "|---|---|---|---|",
+    ]
+    for model, answer in record("step_compiled")["answer"].items():
+        lines += [f"| {model} | {name} | {ratio} |" for name, ratio, _ in rows_of(answer)]
+    return lines
+
+
 def peers() -> list[str]:
     answer = record("peers")["answer"]
     lines = ["| library | × dense | middle half of rounds |", "|---|---|---|"]
@@ -123,7 +158,22 @@ def block() -> str:
         "How much of the processor's time goes by until a command has answered, or says its first "
         "line in a pipe (`python benchmarks/startup.py COMMIT`, medians, one thread)."
     )
+    about_layers = (
+        "Forward and backward of single layers, × dense, and in brackets the MACs of the factors "
+        "(`python benchmarks/layers.py`, CPU time). `lod.survey` says up to which rank a layer "
+        "saves, and which kinds are not faster at any."
+    )
+    about_products = (
+        "On processors with AVX-512 that are not Intel's, torch's library for products uses half "
+        "of it. Products of some size, with the gradients of both factors, are then done by the "
+        "library of its convolutions (`python benchmarks/products.py`): that is why low-rank "
+        "linear and attention layers can be faster here than dense ones at any rank."
+    )
+    about_compiled = "With `torch.compile` (`python benchmarks/step.py --compiled`)."
     parts = {
+        "### Single layers": [about_layers, "", *layers()],
+        "### Products": [about_products, "", *products()],
+        "### Compiled": [about_compiled, "", *compiled()],
         "### Memory of a step": [about_memory, "", *memory()],
         "### Beside other libraries": [about, "", *peers()],
         "### Decomposing": [decomposing()],

@@ -80,6 +80,8 @@ def _require_known_shards(model: nn.Module, layers: dict[str, LowRank]) -> None:
 
 def shard_group(model: nn.Module) -> Group | None:
     """Return the processes over which the factors of a model are sharded, None if they are not."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None  # asked for in every step, and walking a model takes time
     for layer in low_rank_layers(model).values():
         for factor in layer.stored_factors():
             if is_sharded(factor) and Cut.of(factor) is not None:  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from maestro_lod.layers.lowrank import (
     empty_like_weight,
     with_parameters,
 )
+from maestro_lod.layers.products import linear, multiply
 from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ class LowRankConv(AnyConv):
         x = inputs[0].flatten(1)
         self.note_positions(len(x))
         u, v = self._active_factors()
-        y = F.linear(F.linear(x, _taps(v)[:, tap]), u, self.bias)
+        y = linear(linear(x, _taps(v)[:, tap], None), u, self.bias)
         return y.view(*y.shape, *[1] * self.dimensions)
 
     def _only_tap(self, x: Tensor) -> int | None:
@@ -267,8 +268,8 @@ class LowRankConv(AnyConv):
             return super()._compose(u, v)
         if _has_channels_last(v):  # multiplied as it is in memory, so that nothing is copied
             last = v.movedim(1, -1)
-            return (u @ last.flatten(1)).view(-1, *last.shape[1:]).movedim(-1, 1)
-        return (u @ v.flatten(1)).view(-1, *v.shape[1:])  # all in one product
+            return multiply(u, last.flatten(1)).view(-1, *last.shape[1:]).movedim(-1, 1)
+        return multiply(u, v.flatten(1)).view(-1, *v.shape[1:])  # all in one product
 
     def to_weight(self, matrices: Tensor) -> Tensor:
         into = self.in_channels // self.groups

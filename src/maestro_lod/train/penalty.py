@@ -194,9 +194,15 @@ def add_group_lasso_gradients(
     squares = _tail_squares(factors)
     scales = _gradient_scales(squares)
     scales.mul_(strength * scales.new_tensor(weight))
+    there, more = [], []
     for factor, gradient in zip(factors, _scaled(factors, scales), strict=True):
-        if factor.requires_grad:
-            factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
+        if factor.requires_grad and factor.grad is not None:
+            there.append(factor.grad)
+            more.append(gradient)
+        elif factor.requires_grad:
+            factor.grad = gradient
+    if there:
+        torch._foreach_add_(there, more)
     return squares.sqrt().sum().mul_(strength).mul_(weight)
 
 
