@@ -76,6 +76,12 @@ def test_a_model_that_looks_at_values_runs_as_a_copy() -> None:
         assert torch.equal(value, before[key]), key
 
 
+def test_what_has_no_samples_stays_as_it_is() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    masked = (torch.randn(1, 5, 16), torch.zeros(5, 5))
+    assert footprint(layer, masked, batch=7).saved > 5 * footprint(layer, masked).saved
+
+
 def test_frozen_weights_have_no_gradients() -> None:
     model = net().requires_grad_(False)
     model[2].requires_grad_(True)

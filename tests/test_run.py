@@ -455,6 +455,18 @@ def test_another_seed_makes_another_run(finished: Run, tmp_path: Path) -> None:
     assert not torch.equal(ours["conv1.bias"], theirs["conv1.bias"])
 
 
+def test_memory_that_cannot_be_counted_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def one_at_a_time(*_: Any, **__: Any) -> None:
+        raise ValueError("batches have one sample")
+
+    monkeypatch.setattr("maestro_lod.app.run.footprint", one_at_a_time)
+    result = Run.create(digits("data.limit=60", "epochs=1"), tmp_path / "run").train()
+    assert (result["status"], result["memory"]) == ("finished", None)
+    assert "cannot be counted (batches have one sample)" in caplog.text
+
+
 def test_dense_run_is_saved_and_read_back(tmp_path: Path) -> None:
     run = Run.create(digits("method=dense", "data.limit=60", "epochs=1"), tmp_path / "run")
     result = run.train()

@@ -198,7 +198,7 @@ def test_in_float64_processes_are_equal_in_every_step_and_end_as_one(
     alone.train()
     assert len({record.total_rank for record in alone.epochs()}) > 4  # at least four shrinks
     first, second = pair(trained_precisely, str(recipe), changes, tmp_path / "two")
-    assert len(first) == 6 * 5 and first == second
+    assert len(second) == 6 * 5 and first[: len(second)] == second  # then the first counts memory
     one = weights(alone)
     for key, value in weights(Run(tmp_path / "two", alone.recipe)).items():
         assert value.dtype == torch.float64

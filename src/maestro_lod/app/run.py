@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import platform
 import time
@@ -44,6 +45,8 @@ from maestro_lod.train.method import Reshaping
 from maestro_lod.train.progress import Progress
 from maestro_lod.train.record import EpochRecord
 from maestro_lod.train.watch import Watch
+
+logger = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
@@ -236,11 +239,15 @@ class Run(RunDirectory):
             footprint, example=setup.data.example,
             batch=-(-self.recipe.batch // processes()), moments=_moments(self.recipe),
         )  # fmt: skip
-        return {
-            "dense": count(dense).to_dict(),
-            "full rank": count(setup.model, form="full rank").to_dict(),
-            "at the end": count(setup.model).to_dict(),
-        }
+        try:
+            return {
+                "dense": count(dense).to_dict(),
+                "full rank": count(setup.model, form="full rank").to_dict(),
+                "at the end": count(setup.model).to_dict(),
+            }
+        except Exception as error:  # of the user's model, and no reason to lose what was trained
+            logger.warning("the memory of a step cannot be counted (%s).", error)
+            return None
 
     # -- afterwards ----------------------------------------------------------------------------
 

@@ -55,8 +55,8 @@ def footprint(
 ) -> Footprint:
     """Return what a training step of a model holds: as it is now, with all ranks, or dense.
 
-    `example` is an input of one sample, of which a `batch` has so many; `moments` is how many
-    values an optimizer keeps for each parameter: 2 for Adam, 1 for SGD with momentum.
+    `example` is an input of one sample, of which a `batch` has so many, or a batch; `moments` is
+    how many values an optimizer keeps for each parameter: 2 for Adam, 1 for SGD with momentum.
     """
     wanted = structure_of(model)
     for name, layer in low_rank_layers(model).items():
@@ -113,7 +113,10 @@ def _counted(twin: nn.Module, call: Call, moments: int) -> Footprint:
 
 
 def _repeated(sample: Tensor, batch: int) -> Tensor:
-    return sample.expand(batch, *sample.shape[1:]).contiguous() if sample.ndim else sample
+    """Make a batch of one sample; what has no sample in its first dimension stays as it is."""
+    if sample.ndim == 0 or sample.shape[0] != 1:
+        return sample
+    return sample.expand(batch, *sample.shape[1:]).contiguous()
 
 
 def _storage(tensor: Tensor) -> int:
