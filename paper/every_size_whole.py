@@ -16,7 +16,7 @@ TASKS = {
         {"data__limit": 60_000},
     ),
     "ResNet, CIFAR-10": Task(
-        "paper/resnet.yaml", (0,), {"params": SHARES}, {"data__limit": 50_000}
+        "paper/resnet.yaml", (0,), {"params": (0.5, 0.25, 0.15)}, {"data__limit": 50_000}
     ),
 }  # fmt: skip
 
