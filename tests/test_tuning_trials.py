@@ -574,6 +574,23 @@ def _unused(penalty: float, lr: float, report: Report) -> None:
     raise AssertionError("trained")
 
 
+def test_a_search_that_another_process_begins_meanwhile_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, about = f"sqlite:///{tmp_path}/search.db", {"largest": 8.0}
+    looked = optuna.Study.get_trials
+    others: list[optuna.Study] = []
+
+    def while_another_begins(study: optuna.Study, **options: Any) -> Any:
+        if not others:  # this process has found nothing so far
+            others.append(study)
+            open_study(storage, "lod", ["maximize"], about).ask()
+        return looked(study, **options)
+
+    monkeypatch.setattr(optuna.Study, "get_trials", while_another_begins)
+    assert len(open_study(storage, "lod", ["maximize"], about).trials) == 1
+
+
 def test_a_study_of_others_is_refused(tmp_path: Path):
     url = f"sqlite:///{tmp_path}/search.db"
     study = optuna.create_study(storage=url, study_name="lod")

@@ -41,8 +41,9 @@ def open_study(
                 directions=directions,
                 load_if_exists=True,
             )
-        found = study.user_attrs.get("search")
+        # in this order: another process says what it searches before it begins, maybe just now
         begun = bool(study.get_trials(deepcopy=False))
+        found = study.user_attrs.get("search")
     except Exception as error:  # of the file system, a driver, a server, a file that is no journal
         raise OptionError(
             f"storage {place} cannot be used ({first_line(error)}). Give a path, or the URL of a "
