@@ -161,13 +161,13 @@ def block() -> str:
     about_layers = (
         "Forward and backward of single layers, × dense, and in brackets the MACs of the factors "
         "(`python benchmarks/layers.py`, CPU time). `lod.survey` says up to which rank a layer "
-        "saves, and which kinds are not faster at any."
+        "saves, and which kinds are hardly faster."
     )
     about_products = (
         "On processors with AVX-512 that are not Intel's, torch's library for products uses half "
         "of it. Products of some size, with the gradients of both factors, are then done by the "
         "library of its convolutions (`python benchmarks/products.py`): that is why low-rank "
-        "linear and attention layers can be faster here than dense ones at any rank."
+        "linear and attention layers are faster here than their MACs say."
     )
     about_compiled = "With `torch.compile` (`python benchmarks/step.py --compiled`)."
     parts = {

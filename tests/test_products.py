@@ -153,6 +153,22 @@ def test_layers_use_it_and_train_as_before(calls: list[tuple[int, ...]]) -> None
         torch.testing.assert_close(mine, p.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_the_same_training_gives_the_same_bits(calls: list[tuple[int, ...]]) -> None:
+    def trained() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = lod.decompose(nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 10)))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        train, x = lod.LoD(model, optimizer, penalty=1e-3), torch.randn(16, 24)
+        for _ in range(12):  # at ranks that are sampled
+            train.backward(lambda: model(x), lambda output: output.square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    assert all(map(torch.equal, trained(), trained()))
+    assert calls
+
+
 def test_small_products_stay_with_torch(
     calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

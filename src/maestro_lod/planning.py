@@ -43,7 +43,7 @@ class SurveyedLayer:
     break_even: int | None = None
     """The largest rank at which the factors have no more weights than the dense layer."""
     slow: str = ""
-    """Why steps of the layer are not faster than dense ones, even at small ranks; else empty."""
+    """Why steps of the layer are hardly faster than dense ones, even below it; else empty."""
 
     def __str__(self) -> str:
         if self.left_alone:
@@ -99,8 +99,8 @@ def survey(
 
     Every module that owns a weight matrix is listed; attention and recurrent layers by their parts.
     On a model that is decomposed already, it shows what was done: the low-rank layers with their
-    ranks, the others with their reasons. A layer saves weights and MACs up to the rank that is
-    named; above it, a training step costs more than the dense layer's.
+    ranks, the others with their reasons. A layer saves weights up to the rank that is named;
+    above it, its factors multiply more than the dense layer does.
     """
     return Survey(tuple(Plan(model, only=only, skip=skip, ranks=ranks, tied=tied).rows.values()))
 

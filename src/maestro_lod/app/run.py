@@ -220,7 +220,7 @@ class Run(RunDirectory):
             "size": progress.history[-1].size(),
             "summary": counted.to_dict() | dense,
             "ledger": setup.method.training_cost(),
-            "memory": self._memory(setup),
+            "memory": self._memory(setup, counted.dense_params == setup.dense.params),
             "full_ranks": {name: m.full_rank for name, m in low_rank_layers(model).items()},
             "seconds": sum(record.seconds or 0.0 for record in progress.history),
             "epochs": progress.epoch,
@@ -230,18 +230,18 @@ class Run(RunDirectory):
             write_report([self.directory], self.directory / "report.html")
         return result
 
-    def _memory(self, setup: Setup) -> dict[str, dict[str, int]] | None:
+    def _memory(self, setup: Setup, of_full_width: bool) -> dict[str, dict[str, int]] | None:
         """Count what a training step holds at full rank, at the end, and for the dense model."""
         if not low_rank_layers(setup.model):
             return None
-        dense = dense_model_of(self.recipe, setup.data)  # wider than the model, maybe
         count = functools.partial(
             footprint, example=setup.data.example,
             batch=-(-self.recipe.batch // processes()), moments=_moments(self.recipe),
         )  # fmt: skip
         try:
+            dense = setup.model if of_full_width else dense_model_of(self.recipe, setup.data)
             return {
-                "dense": count(dense).to_dict(),
+                "dense": count(dense, form="dense").to_dict(),
                 "full rank": count(setup.model, form="full rank").to_dict(),
                 "at the end": count(setup.model).to_dict(),
             }

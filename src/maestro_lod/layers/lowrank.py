@@ -186,7 +186,7 @@ class LowRank(Factors):
 
     @property
     def slow(self) -> str:
-        """Why a training step is not faster than the dense layer's at small ranks, if so."""
+        """Why a training step is hardly faster than the dense layer's, even at few ranks, if so."""
         return ""
 
     def executed_macs(self, positions: int, rank: int) -> int:
