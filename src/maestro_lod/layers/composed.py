@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from maestro_lod.errors import TrainingError
+from maestro_lod.layers.eager import runs_as_written
 from maestro_lod.layers.factors import Factors
 
 
@@ -73,9 +74,7 @@ def kept_for(layer: Factors, u: Tensor, v: Tensor) -> Composed | None:
         return None
     usual = (
         torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled(u.device.type)
-        and not torch._C._are_functorch_transforms_active()
+        and runs_as_written(u.device.type)
         # hooks count on one gradient per pass
         and not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in (layer.u, layer.v))
     )

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from maestro_lod.layers.eager import runs_as_written
+
 _CHANNELS = 3  # that have a kernel of their own
 _LARGEST_KERNEL = 13  # that it can take
 _FEWEST_VALUES = 16384  # in the input: with fewer, the calls cost more than what they save
@@ -28,10 +30,8 @@ def gradient_is_slow(
     """Say whether `convolve` computes this weight's gradient faster than torch's convolution."""
     return (
         _HERE
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         # inside torch.func nobody can tell whether the input's gradient will be asked for
-        and not torch._C._are_functorch_transforms_active()
+        and runs_as_written("cpu")
         and x.ndim == weight.ndim < 5  # a batch, in one or two dimensions
         and x.shape[1] == weight.shape[1] < _CHANNELS  # equal: no groups
         and 1 < max(weight.shape[2:]) <= _LARGEST_KERNEL
@@ -43,7 +43,6 @@ def gradient_is_slow(
         and not isinstance(padding, str)
         and max(dilation) == 1
         and torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
     )
 
 

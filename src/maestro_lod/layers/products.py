@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from maestro_lod.layers.eager import runs_as_written
+
 _FEWEST_MACS = 1 << 22  # with fewer, the calls cost more than what they save
 _PLAIN = (Tensor, nn.Parameter)  # not sharded, fake or otherwise something else
 _backends: Any = torch.backends
@@ -60,10 +62,7 @@ def _pays(left: Tensor, right: Tensor, macs: int) -> bool:
         and type(right) in _PLAIN
         and left.device.type == right.device.type == "cpu"
         and left.ndim > 1
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.is_autocast_enabled("cpu")
+        and runs_as_written("cpu")
         and torch._C._len_torch_dispatch_stack() == 0  # nobody counts or fakes operations
         and _backends.mkldnn.enabled
     )
