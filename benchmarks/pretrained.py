@@ -16,7 +16,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -147,31 +147,45 @@ class Bench:
         model = lod.decompose(
             copy.deepcopy(self.case.model), ranks=self.ranks(share), calibration=self.seen
         )
+        self.correct(model, f"corrected {share}", [{}])
+        return self.normed(model)
+
+    def correct(self, model: nn.Module, name: str, sizes: Sequence[Mapping[str, int]]) -> None:
         batches = self.case.calibration[: self.case.correction]
 
         def corrected() -> dict[str, Any]:
-            correct(model, self.case.model, batches, calibration=self.seen)
+            correct(model, self.case.model, batches, calibration=self.seen, sizes=sizes)
             return model.state_dict()
 
-        model.load_state_dict(self.kept.part(f"corrected {share}", corrected))
-        return self.normed(model)
+        model.load_state_dict(self.kept.part(name, corrected))
 
     def healed(self, share: float, steps: int) -> nn.Module:
         model = self.corrected(share)
         self.heal(model, steps, "only", f"healing {share} {steps}{self._unusual()}")
         return self.normed(model)
 
+    @functools.cached_property
+    def sizes(self) -> list[dict[str, int]]:
+        return [self.ranks(share) for share in IN_TURN]
+
+    def with_all_sizes(self) -> nn.Module:
+        """One model with the ranks of the largest size."""
+        most = {name: max(ranks[name] for ranks in self.sizes) for name in self.sizes[0]}
+        return lod.decompose(copy.deepcopy(self.case.model), ranks=most, calibration=self.seen)
+
     @functools.cache  # noqa: B019
-    def healed_together(self, steps: int) -> nn.Module:
+    def healed_together(self, steps: int, *, first_corrected: bool) -> nn.Module:
         """One model, healed at all shares in turn."""
-        sizes = [self.ranks(share) for share in IN_TURN]
-        most = {name: max(ranks[name] for ranks in sizes) for name in sizes[0]}
-        model = lod.decompose(copy.deepcopy(self.case.model), ranks=most, calibration=self.seen)
-        self.heal(model, steps, sizes, f"healing in turn {steps}")
+        model = self.with_all_sizes()
+        if first_corrected:
+            self.correct(model, "corrected for all sizes", [self.ranks(s) for s in SHARES])
+        name = "healing in turn, corrected" if first_corrected else "healing in turn"
+        self.heal(model, steps, self.sizes, f"{name} {steps}")
         return model
 
-    def of_all_sizes(self, share: float, steps: int) -> nn.Module:
-        return self.normed(lod.extract(self.healed_together(steps), self.ranks(share)))
+    def of_all_sizes(self, share: float, steps: int, *, first_corrected: bool) -> nn.Module:
+        model = self.healed_together(steps, first_corrected=first_corrected)
+        return self.normed(lod.extract(model, self.ranks(share)))
 
     def _unusual(self) -> str:
         return "" if self.larger == 1 else f" {self.larger} {self.case.lr}"
@@ -224,7 +238,10 @@ def ways(steps: int) -> dict[str, Way]:
         "calibrated + sequential": Bench.corrected,
         f"+ healing, {steps} steps": lambda bench, share: bench.healed(share, steps),
         f"all sizes healed at once, {steps} steps": lambda bench, share: bench.of_all_sizes(
-            share, steps
+            share, steps, first_corrected=False
+        ),
+        f"all sizes corrected and healed at once, {steps} steps": (
+            lambda bench, share: bench.of_all_sizes(share, steps, first_corrected=True)
         ),
         f"each size healed alone, {each} steps": lambda bench, share: bench.healed(share, each),
     }

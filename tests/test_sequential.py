@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import maestro_lod as lod
-from maestro_lod.errors import DataError
+from maestro_lod.errors import DataError, OptionError
 from maestro_lod.pretrained.calibration import calibrate
 from maestro_lod.pretrained.sequential import correct
-from maestro_lod.train.evaluate import in_mode
+from maestro_lod.train.evaluate import in_mode, recalibrate
 
 
 def conv_net() -> nn.Module:
@@ -77,6 +77,34 @@ def test_a_corrected_model_is_closer_to_the_original_on_other_data(pair):
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
+def test_a_model_that_is_corrected_for_two_sizes_is_closer_at_the_smaller_one(pair):
+    """Judged by other data: beside no correction, and beside one for the larger size alone."""
+    teacher, x, fresh = pair
+    whole = lod.decompose(copy.deepcopy(teacher), ranks=0.6, calibration=[x])
+    smaller = {name: round(0.7 * rank) for name, rank in lod.ranks(whole).items()}
+    larger, both = copy.deepcopy(whole), copy.deepcopy(whole)
+    data = list(x.split(64))
+    assert correct(larger, teacher, data) == correct(both, teacher, data, sizes=[{}, smaller])
+    assert lod.ranks(both) == lod.ranks(whole)
+
+    def error_of_smaller(model: nn.Module) -> float:
+        cut = lod.extract(model, smaller)
+        recalibrate(cut, [(x, None)])
+        return error(cut, teacher, fresh)
+
+    assert error_of_smaller(both) < min(error_of_smaller(whole), error_of_smaller(larger))
+
+
+def test_one_size_that_is_the_model_is_as_if_none_were_named(pair):
+    teacher, x, _ = pair
+    model = lod.decompose(copy.deepcopy(teacher), ranks=0.5)
+    same = copy.deepcopy(model)
+    correct(model, teacher, [x])
+    correct(same, teacher, [x], sizes=[lod.ranks(model)])
+    for one, other in zip(model.parameters(), same.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_model_that_is_not_cut_stays_as_it_is(pair):
     teacher, x, _ = pair
     model = lod.decompose(copy.deepcopy(teacher))
@@ -125,3 +153,9 @@ def test_no_data_is_refused():
     teacher = nn.Linear(8, 8)
     with pytest.raises(DataError, match="nothing to correct on"):
         correct(lod.decompose(copy.deepcopy(teacher)), teacher, [])
+
+
+def test_no_size_is_refused():
+    teacher = nn.Linear(8, 8)
+    with pytest.raises(OptionError, match=r"sizes=\[\] leaves nothing"):
+        correct(lod.decompose(copy.deepcopy(teacher)), teacher, [torch.randn(3, 8)], sizes=[])

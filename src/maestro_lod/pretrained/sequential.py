@@ -8,7 +8,7 @@ Where there is a bias, it takes over the means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from maestro_lod.errors import DataError
+from maestro_lod.errors import DataError, OptionError
 from maestro_lod.layers.lowrank import LowRank
-from maestro_lod.layers.ranks import low_rank_layers, require_low_rank, unwrapped
+from maestro_lod.layers.ranks import (
+    at_ranks,
+    low_rank_layers,
+    require_low_rank,
+    resolve_for,
+    unwrapped,
+)
 from maestro_lod.pretrained.calibration import Batches, Calibration, split_batch
 from maestro_lod.pretrained.whitening import whitened_factors
 from maestro_lod.structure import OPENED, restructured_copy, structure_of
@@ -37,21 +43,27 @@ def correct(
     batches: Batches,
     *,
     calibration: Calibration | None = None,
+    sizes: Sequence[Mapping[str, int | float]] = ({},),
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Fit linear layers and convolutions of a cut model to the original, in place and in order.
 
     The model keeps its ranks, and each number of ranks stays the best of its layer; BatchNorms get
     statistics of their own. Gradients in `calibration` weigh errors of outputs as they did when
-    the model was decomposed. Layers of other kinds, those that one call of the model uses more than
-    once, and those with few positions in the data for each of their inputs, stay as they are.
-    `progress` is told how many layers of how many are done. Returns how many were fitted.
+    the model was decomposed. For a model that is to be cut further, `sizes` are those ranks, and
+    layers are fitted to what they see in all these sizes. Layers of other kinds, those that one
+    call of the model uses more than once, and those with few positions in the data for each of
+    their inputs, stay as they are. `progress` is told how many layers of how many are done. Returns
+    how many were fitted.
     """
     model, teacher = unwrapped(model), unwrapped(teacher)
     require_low_rank(model)
+    at_sizes = [resolve_for(model, ranks) for ranks in sizes]
     data = [split_batch(batch)[0] for batch in batches]
     if not data:
         raise DataError("there is nothing to correct on: the data has no batch.")
+    if not at_sizes:
+        raise OptionError("sizes=[] leaves nothing to correct. Give ranks, or leave it out.")
     opened = {name: form for name, form in structure_of(model).items() if form == OPENED}
     original = restructured_copy(teacher, opened) if opened else teacher
     with in_mode(model, training=False), in_mode(original, training=False):
@@ -61,8 +73,8 @@ def correct(
         count = sum(map(len, groups))
         done = fitted = 0
         for group in groups:
-            pair = _Pair.seen(original, model, group[0], data)
-            enough = pair.count >= _ENOUGH * pair.cut.shape[1]
+            pair = _Pair.seen(original, model, group[0], data, at_sizes)
+            enough = pair.count >= _ENOUGH * len(at_sizes) * pair.cut.shape[1]
             for name in group if enough else ():
                 _fit(model, original, name, pair, calibration)
                 fitted += 1
@@ -133,7 +145,14 @@ class _Pair:
     count: int
 
     @classmethod
-    def seen(cls, original: nn.Module, model: nn.Module, name: str, data: Iterable[Any]) -> _Pair:
+    def seen(
+        cls,
+        original: nn.Module,
+        model: nn.Module,
+        name: str,
+        data: Iterable[Any],
+        sizes: Iterable[Mapping[str, int]],
+    ) -> _Pair:
         layer = model.get_submodule(name)
         assert isinstance(layer, LowRank)
         n, device = layer.matrix_shape[1], layer.u.device
@@ -141,9 +160,12 @@ class _Pair:
         line = torch.zeros(2, layer.groups, n, dtype=torch.float64, device=device)
         pair = cls(square[0], square[1], line[0], line[1], 0)
         for inputs in data:
-            x, cut = (_inputs_at(each, name, inputs) for each in (original, model))
-            for rows, cut_rows in zip(layer.input_rows(x), layer.input_rows(cut), strict=True):
-                pair._add(torch.stack([*rows]).float(), torch.stack([*cut_rows]).float())
+            x = _inputs_at(original, name, inputs)
+            for ranks in sizes:
+                with at_ranks(model, ranks):
+                    cut = _inputs_at(model, name, inputs)
+                for rows, cut_rows in zip(layer.input_rows(x), layer.input_rows(cut), strict=True):
+                    pair._add(torch.stack([*rows]).float(), torch.stack([*cut_rows]).float())
         pair.mean /= pair.count
         pair.cut_mean /= pair.count
         return pair
