@@ -145,14 +145,6 @@ def zero_behind_(value: Tensor, dim: int, rank: int) -> None:
     part.narrow(dim, start, part.shape[dim] - start).zero_()
 
 
-def whole_norm(value: Tensor) -> float:
-    """Return the norm of a tensor, all its parts together."""
-    if not is_sharded(value):
-        return float(value.detach().float().norm())
-    square, cut = local_part(value.detach()).float().square().sum(), Cut.of(value)  # type: ignore[arg-type]
-    return math.sqrt(float(square if cut is None else sum_over(square, cut.group)))
-
-
 def exchanged(part: Tensor, dim: int, size: int, cut: Cut) -> Tensor:
     """Return what this process holds by a cut, of a tensor of which each gives a part of another.
 
