@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import pickle
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -123,3 +125,14 @@ def test_a_directory_without_tokenizer_says_what_to_do(llama, texts):
         file.unlink()
     with pytest.raises(DataError, match="module:function"):
         text_batches(texts["txt"], llama)
+
+
+def test_a_table_without_its_reader_names_the_extra_that_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "x.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=r"x\.parquet needs pyarrow: pip install .*\[data\]"):
+        list(read_texts(tmp_path / "x.parquet"))
+    brought = importlib.metadata.requires("datasets") or []
+    assert any(one.startswith("pyarrow") for one in brought)

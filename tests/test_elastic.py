@@ -204,6 +204,19 @@ def test_a_run_goes_on_exactly(step: int, adam: bool, tmp_path: Any) -> None:
         assert torch.equal(one, other), name
 
 
+def test_a_run_that_goes_on_for_longer_does_not_begin_alone_again() -> None:
+    data = batches((6,))
+    model, optimizer, train = made("mlp")
+    first = lod.fit(model, data, optimizer=optimizer, method=train, epochs=4)  # one of them alone
+    state, weights = train.state_dict(), model.state_dict()
+    model, optimizer, train = made("mlp")
+    model.load_state_dict(weights)
+    train.load_state_dict(state)
+    lod.fit(model, data, optimizer=optimizer, method=train, epochs=40, progress=first)
+    alone, with_sizes = state["ledger"]["epochs"][0], train.ledger.epochs[4]
+    assert with_sizes.executed_macs > 1.1 * alone["executed_macs"]  # a second pass in every step
+
+
 def test_draws_depend_on_the_seed_and_the_weights_alone() -> None:
     """What processes with other data draw is the same, and is compared."""
     samplers = []

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from maestro_lod import at_ranks, decompose
+from maestro_lod import LoD, at_ranks, decompose, fit
 from maestro_lod.errors import OptionError
 from maestro_lod.train.evaluate import (
     IGNORED,
@@ -280,6 +281,28 @@ def test_all_tensors_of_a_batch_are_moved() -> None:
     assert moved["a"].is_meta and moved["b"][0].is_meta and moved["b"][2][0].is_meta
     assert (moved["b"][1], moved["b"][2][1], moved["c"]) == ("text", 5, None)
     assert not batch["a"].is_meta
+
+
+class LastState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(5, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, sequences: PackedSequence) -> Tensor:
+        scores: Tensor = self.head(self.rnn(sequences)[1][-1])
+        return scores
+
+
+def test_packed_sequences_are_one_input() -> None:
+    torch.manual_seed(0)
+    packed = pack_padded_sequence(torch.randn(4, 6, 5), torch.tensor([6, 4, 3, 1]), True)
+    assert isinstance(on_device(packed, torch.device("cpu")), PackedSequence)
+    data = [(packed, torch.tensor([0, 1, 2, 0]))] * 4
+    model = decompose(LastState())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    done = fit(model, data, optimizer=optimizer, method=LoD(model, optimizer), epochs=4)
+    assert done.history[-1].train["loss"] < 0.7 * done.history[0].train["loss"]
+    assert evaluate(model, data)["loss"] < 1.0
 
 
 def test_a_model_is_called_with_a_tensor_arguments_or_keywords() -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from maestro_lod import Budget, LoD, decompose, ranks
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.train.fit import fit
+from maestro_lod.train.method import RunPlan
 from maestro_lod.train.progress import Progress
 from maestro_lod.train.shrink import shrink
 from maestro_lod.train.unmoved import Grace, unmoved_ranks
@@ -165,7 +166,7 @@ def test_a_run_that_goes_on_trains_alone_as_long_as_it_had_planned() -> None:
     assert second.sampler.alone == 2
     for mine, other in zip(again.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
-    second.sampler.expect(1000)
+    second.start(again, second.optimizer, RunPlan(1000, 4))
     assert second.sampler.alone == 2
 
 

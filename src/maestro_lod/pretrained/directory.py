@@ -152,9 +152,9 @@ def _rows(file: Path) -> Iterator[str]:
 
 def _columns(file: Path) -> Iterator[str]:
     try:
-        parquet: Any = importlib.import_module("pyarrow.parquet")  # of the extra cli
+        parquet: Any = importlib.import_module("pyarrow.parquet")  # comes with datasets
     except ImportError:
-        raise DataError(f"{file} needs pyarrow: {install('cli')}.") from None
+        raise DataError(f"{file} needs pyarrow: {install('data')}.") from None
     with parquet.ParquetFile(file) as table:
         if "text" not in table.schema_arrow.names:
             names = listed(table.schema_arrow.names)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from maestro_lod.errors import OptionError
@@ -127,11 +128,12 @@ def samples_in(target: Any) -> int:
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """Run a model on one tensor, a tuple of arguments, or a mapping of keyword arguments."""
+    """Run a model on one input, a tuple of arguments, or a mapping of keyword arguments."""
     try:
         if isinstance(inputs, Mapping):
             return model(**inputs)
-        return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+        several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
+        return model(*inputs) if several else model(inputs)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -145,6 +147,8 @@ def on_device(value: Any, device: torch.device) -> Any:
     """Move the tensors of a batch."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
+    if isinstance(value, PackedSequence):  # a tuple of four, but one input
+        return value.to(device)  # type: ignore[arg-type]
     if isinstance(value, tuple | list):
         return tuple(on_device(part, device) for part in value)
     if isinstance(value, Mapping):

@@ -145,7 +145,8 @@ class LoD(Resumable):
         if not same or self.model is not unwrapped(model):
             raise OptionError("LoD was made for another model or optimizer than fit was given.")
         self._penalty.start(plan)
-        self.sampler.expect(plan.epochs)
+        if self.epoch == 0:  # a run that goes on has its plan, for however long
+            self.sampler.expect(plan.epochs)
         self._epochs = plan.epochs
 
     def compare_with(self, dense: Cost) -> None:

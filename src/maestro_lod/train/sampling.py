@@ -57,7 +57,6 @@ class RankSampler:
         self.strategy = strategy
         self.alone = 0
         """How many epochs train the whole model alone, before anything is drawn."""
-        self._resumed = False
         self.generator = torch.Generator("cpu").manual_seed(require_seed(seed))
         self.left_out: set[str] = set()
         """Layers that are not drawn, because the model's forward never reaches them."""
@@ -67,8 +66,8 @@ class RankSampler:
     # -- epochs that train the whole model alone ---------------------------------------------------
 
     def expect(self, epochs: int) -> None:
-        """Plan for a run of so many epochs; one that goes on has its plan."""
-        if self.alone and not self._resumed:
+        """Plan for a run of so many epochs."""
+        if self.alone:
             self.alone = round(ALONE * epochs)
 
     def waits(self, epoch: int, ledger: Ledger) -> bool:
@@ -196,4 +195,4 @@ class RankSampler:
         self._names = list(state["names"])
         self._pending = state["pending"].tolist()
         # older states do not say: they have drawn from the first step on
-        self.alone, self._resumed = require_whole("alone", state.get("alone", 0)), True
+        self.alone = require_whole("alone", state.get("alone", 0))
