@@ -184,10 +184,10 @@ def checkout(revision: str) -> Iterator[Path]:
 
 
 def compared(question: str, old: Path, new: Path, rounds: int) -> dict[str, Any]:
-    """Return each variant's time now over its time then."""
+    """Return each variant's time now over its time then, of those that both versions have."""
     versions = [Version(old, question), Version(new, question)]
     answer = {}
-    for name in versions[1].names:
+    for name in filter(versions[0].names.__contains__, versions[1].names):
         ratios = []
         for i in range(-1, rounds):  # the first is for warming up
             order = versions if i % 2 else versions[::-1]
