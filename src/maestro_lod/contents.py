@@ -18,10 +18,6 @@ from maestro_lod.structure import (
     OPENED,
     Form,
     Structure,
-    dense,
-    factored,
-    low_rank,
-    shared,
     structure_of,
     uninitialized,
 )
@@ -143,8 +139,8 @@ def _elastic_contents(metadata: dict[str, str], shapes: Mapping[str, tuple[int, 
                 raise ValueError(f"{factor} is of shape {shape}, not of rank {rank}")
     structure = {
         **dict.fromkeys(opened, OPENED),
-        **{name: low_rank(rank) for name, rank in ranks.items()},
-        **{name: shared(embedding) for name, embedding in heads.items()},
+        **{name: Form("low-rank", rank) for name, rank in ranks.items()},
+        **{name: Form("shared", factors_of=embedding) for name, embedding in heads.items()},
     }
     return Contents(structure, dict(aliases), dense_only=tuple(dense_only))
 
@@ -169,10 +165,10 @@ def _plain_contents(
         if name and opened_type(type(modules.get(above))) is not None:
             structure[above] = OPENED
         if structure.get(above) == OPENED or low_rank_type(type(modules.get(name))) is not None:
-            structure[name] = factored(rank)
+            structure[name] = Form("factored", rank)
     for name, module in modules.items():  # a layer of another library may have become torch's
         there, kind = types.get(name, type(module).__name__), low_rank_type(type(module))
         if kind is not None and there != type(module).__name__:
             plain = uninitialized(name, module, 1).plain("dense")
-            structure |= {name: dense()} if type(plain).__name__ == there else {}
+            structure |= {name: Form("dense")} if type(plain).__name__ == there else {}
     return Contents(structure, dict(aliases), types)

@@ -22,6 +22,7 @@ from maestro_lod.layers.registry import (
     weights_read_by,
 )
 from maestro_lod.reading import reading_of
+from maestro_lod.structure import uninitialized
 
 
 class Obstacles:
@@ -161,9 +162,7 @@ class Obstacles:
 
     def to_saving(self, module: nn.Module) -> str:
         """Return that no rank is worth it, '' if some rank is."""
-        kind = low_rank_type(type(module))
-        assert kind is not None
-        probe = kind.like(module, 0)
+        probe = uninitialized("", module, 0)
         if probe.weights(1) >= probe.dense_weights:
             m, n = probe.matrix_shape
             per_group = " per group" if probe.groups > 1 else ""

@@ -12,10 +12,10 @@ from torch.nn.parameter import is_lazy
 from maestro_lod.errors import LayerError, OptionError, RankError, listed, nearest
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import Ranks, matches, resolve, unwrapped
-from maestro_lod.layers.registry import low_rank_type, opened_type
+from maestro_lod.layers.registry import opened_type
 from maestro_lod.layers.uses import role_of
 from maestro_lod.obstacles import Obstacles
-from maestro_lod.structure import OPENED, Structure, low_rank, shared, structure_of
+from maestro_lod.structure import OPENED, Form, Structure, structure_of, uninitialized
 from maestro_lod.table import table
 
 Where = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -160,9 +160,9 @@ class Plan:
 
     def structure(self) -> Structure:
         """Return the structure that the model is to have."""
-        wanted = {name: low_rank(rank) for name, rank in self.wanted().items()}
+        wanted = {name: Form("low-rank", rank) for name, rank in self.wanted().items()}
         opened = {n: OPENED for n, parts in self.opened.items() if wanted.keys() & set(parts)}
-        heads = {head: shared(embedding) for head, embedding in self.heads.items()}
+        heads = {head: Form("shared", factors_of=e) for head, e in self.heads.items()}
         return {**structure_of(self._model), **opened, **wanted, **heads}
 
     def _examine(self, name: str, module: nn.Module) -> bool:
@@ -193,9 +193,7 @@ class Plan:
         if reason:
             self._leave_alone(name, module, reason)
             return
-        kind = low_rank_type(type(module))
-        assert kind is not None
-        layer = kind.like(module, 0)
+        layer = uninitialized(name, module, 0)
         row = SurveyedLayer(name, type(module).__name__, _largest_shape(module))
         self.rows[name] = _with_ranks(row, layer, layer.full_rank)
         self.dense[name] = module

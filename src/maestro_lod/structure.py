@@ -28,7 +28,7 @@ class Form(NamedTuple):
 
     kind: Literal["low-rank", "factored", "dense", "opened", "shared"]
     rank: int | None = None
-    """Of a layer that is low-rank, or factored into plain layers."""
+    """Of a layer that is low-rank or factored into plain ones, or at which its dense weight is."""
     factors_of: str | None = None
     """The embedding whose factors a shared head uses."""
 
@@ -43,26 +43,6 @@ Fill: TypeAlias = Callable[[str, nn.Module, int], LowRank]
 """Makes a low-rank layer of a dense one: given its name, the layer and the rank."""
 
 
-def low_rank(rank: int) -> Form:
-    """Return the form of a layer that is low-rank and can be trained."""
-    return Form("low-rank", rank)
-
-
-def factored(rank: int) -> Form:
-    """Return the form of a layer that is two plain ones."""
-    return Form("factored", rank)
-
-
-def dense(rank: int | None = None) -> Form:
-    """Return the form of a layer that is one of torch's own, the product of factors at a rank."""
-    return Form("dense", rank)
-
-
-def shared(factors_of: str) -> Form:
-    """Return the form of an output head that uses the factors of an embedding."""
-    return Form("shared", None, factors_of)
-
-
 def structure_of(model: nn.Module) -> Structure:
     """Read the structure of a low-rank model."""
     model = unwrapped(model)
@@ -72,7 +52,7 @@ def structure_of(model: nn.Module) -> Structure:
     for name, module in modules.items():
         role, layer = role_of(module), cast("Any", module)
         if role == "low-rank":
-            structure[name] = low_rank(layer.rank)
+            structure[name] = Form("low-rank", layer.rank)
         elif role == "opened":
             structure[name] = OPENED
         elif role == "shared":
@@ -81,7 +61,7 @@ def structure_of(model: nn.Module) -> Structure:
                     f"{name} shares the factors of an embedding that is not part of this "
                     f"{type(model).__name__}. Take the model that holds both."
                 )
-            structure[name] = shared(name_of[id(layer.embedding)])
+            structure[name] = Form("shared", factors_of=name_of[id(layer.embedding)])
     return structure
 
 

@@ -23,9 +23,8 @@ from maestro_lod.pretrained.calibration import Batches, Calibration, calibrate
 from maestro_lod.shown import Telling
 from maestro_lod.structure import (
     Fill,
+    Form,
     Structure,
-    dense,
-    factored,
     restructure,
     restructured_copy,
     structure_of,
@@ -160,7 +159,7 @@ def deployed_structure(model: nn.Module, ranks: Mapping[str, int], by: By = "par
     """Return the structure that `extract` gives a low-rank model at these ranks."""
     wanted = {n: form for n, form in structure_of(model).items() if form.kind == "opened"}
     for name, form in better_forms(model, ranks, by).items():
-        wanted[name] = (dense if form == "dense" else factored)(ranks[name])
+        wanted[name] = Form(form, ranks[name])
     return without_needless(wanted)
 
 

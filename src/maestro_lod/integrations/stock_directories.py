@@ -22,12 +22,9 @@ from maestro_lod.errors import CheckpointError, OptionError, listed
 from maestro_lod.layers.ranks import Ranks, low_rank_layers, match_ranks, resolve
 from maestro_lod.layers.registry import low_rank_type
 from maestro_lod.structure import (
+    Form,
     Structure,
-    dense,
-    factored,
-    low_rank,
     restructure,
-    shared,
     uninitialized,
 )
 
@@ -87,12 +84,12 @@ def _structure(model: PreTrainedModel, tensors: Mapping[str, Tensor], where: Pat
         saved = saved_keys.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
         own, there = module._parameters["weight"], tensors.get(f"{saved}.weight")
         if f"{saved}.v" in tensors:
-            structure[name] = low_rank(len(tensors[f"{saved}.v"]))
+            structure[name] = Form("low-rank", len(tensors[f"{saved}.v"]))
         elif f"{saved}.1.weight" in tensors:
-            structure[name] = factored(tensors[f"{saved}.1.weight"].shape[1])
+            structure[name] = Form("factored", tensors[f"{saved}.1.weight"].shape[1])
         elif own is not None and there is not None and not _is_of_torch(module):
             if there.shape == own.shape[::-1] != own.shape:  # extract made it one of torch's
-                structure[name] = dense()
+                structure[name] = Form("dense")
             elif own.shape == own.shape[::-1]:
                 ambiguous.append(name)
     forms = {form.kind for form in structure.values()}
@@ -122,7 +119,7 @@ def _shared_head(
     if head is None or embedding is None or embedding not in structure or head in structure:
         return {}
     alone = saved.get(f"{head}.weight", f"{head}.weight") not in tensors
-    return {head: shared(embedding)} if alone else {}
+    return {head: Form("shared", factors_of=embedding)} if alone else {}
 
 
 def _by_own_names(

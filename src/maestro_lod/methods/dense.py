@@ -54,7 +54,11 @@ class Dense:
                 f"the loss is {value.item()}. Lower the learning rate or clip gradients."
             )
         (value * weight).backward()  # type: ignore[no-untyped-call]
+        self.after_backward(weight)
         return value.detach() * weight
+
+    def after_backward(self, weight: float) -> None:
+        """Add to the gradients of a batch, or change them; they were multiplied by the weight."""
 
     def end_epoch(self, *, last: bool) -> None:
         pass

@@ -50,21 +50,6 @@ class Staged(Dense):
         epochs = self.plan.epochs or plan.epochs
         self.plan = RunPlan(epochs, plan.steps_per_epoch, plan.schedule, plan.loss_of)
 
-    def backward(
-        self,
-        forward: Callable[[], Any],
-        loss: Callable[[Any], Tensor],
-        *,
-        weight: float = 1.0,
-        soft_loss: Callable[[Any, Any], Tensor] | None = None,
-    ) -> Tensor:
-        value = super().backward(forward, loss, weight=weight)
-        self.after_backward(weight)
-        return value
-
-    def after_backward(self, weight: float) -> None:
-        """Add to the gradients of a batch, or change them; they were multiplied by the weight."""
-
     def end_epoch(self, *, last: bool) -> None:
         self.ledger.epochs.append(self._epoch_cost())
         self.turn(last=last)

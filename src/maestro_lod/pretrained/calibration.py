@@ -17,7 +17,7 @@ from maestro_lod.planning import Plan, Tied, Where
 from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.observer import LARGEST_OUTPUT, Moments, Observer
 from maestro_lod.pretrained.whitening import energies, whitened_factors
-from maestro_lod.structure import Fill
+from maestro_lod.structure import Fill, uninitialized
 from maestro_lod.structure import svd as by_weights
 from maestro_lod.train.evaluate import Loss, call, device_of, in_mode, on_device
 
@@ -112,7 +112,7 @@ def calibrate(
     """
     model = unwrapped(model)
     plan = Plan(model, only=only, skip=skip, ranks=None, tied=tied)
-    layers = {name: _empty(plan.dense[name]) for name in plan.wanted()}
+    layers = {name: uninitialized(name, plan.dense[name], 0) for name in plan.wanted()}
     if not layers:
         raise LayerError(f"no layer of {type(model).__name__} can be calibrated.")
     data = list(batches) if isinstance(batches, Iterator) else batches
@@ -145,12 +145,6 @@ def _seen(
     for head, embedding in plan.heads.items():
         moments[embedding].join_head(moments.pop(head))
     return {name: vars(of) for name, of in moments.items()}
-
-
-def _empty(dense: nn.Module) -> LowRank:
-    kind = low_rank_type(type(dense))
-    assert kind is not None
-    return kind.like(dense, 0)
 
 
 def _parts(

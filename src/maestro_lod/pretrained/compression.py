@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from maestro_lod.cost import Costs
 from maestro_lod.deploy.limits import require_limits
 from maestro_lod.errors import DataError, require_whole
+from maestro_lod.handover import copy_on_meta
 from maestro_lod.layers.ranks import unwrapped
 from maestro_lod.planning import Plan, Tied
 from maestro_lod.pretrained.allocation import energies_of, ranks_within
@@ -107,11 +107,7 @@ def _cut(
 ) -> _Cut:
     """Calibrate a model, choose the ranks that lose least, and decompose it to those."""
     seen = calibrate(model, _Counted(data, progress), loss=loss, tied=tied, kept=kept)
-    costs = _costs(model, tied)
-    ranks: dict[str, int] = kept.part(
-        "ranks",
-        lambda: ranks_within(max_params, costs, energies_of(_dense_layers(model, tied), seen)),
-    )
+    ranks, costs = _chosen(model, max_params, tied, seen, kept)
     for number, (name, rank) in enumerate(ranks.items()):  # a layer is gone before the next is made
         decompose(model, only=lambda layer, _, name=name: layer == name, ranks={name: rank},
                   tied=tied, calibration=seen)  # fmt: skip
@@ -119,20 +115,17 @@ def _cut(
     return _Cut(ranks, costs, seen)
 
 
-def _costs(model: nn.Module, tied: Tied) -> Costs:
-    """Return what a dense model costs at any ranks once it is decomposed."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-        for p in model.parameters()
-    }
-    shapes = copy.deepcopy(model, memo)  # without memory of its own
-    structure = Plan(shapes, only=None, skip=None, ranks=None, tied=tied).structure()
-    return Costs(restructure(shapes, structure, fill=uninitialized), None)
-
-
-def _dense_layers(model: nn.Module, tied: Tied) -> dict[str, nn.Module]:
+def _chosen(
+    model: nn.Module, max_params: float, tied: Tied, seen: Calibration, kept: Kept
+) -> tuple[dict[str, int], Costs]:
+    """Return the ranks that lose least within a limit, and what the model costs at any ranks."""
     plan = Plan(model, only=None, skip=None, ranks=None, tied=tied)
-    return {name: plan.dense[name] for name in plan.wanted()}
+    costs = Costs(restructure(copy_on_meta(model), plan.structure(), fill=uninitialized), None)
+    layers = {name: plan.dense[name] for name in plan.wanted()}
+    ranks: dict[str, int] = kept.part(
+        "ranks", lambda: ranks_within(max_params, costs, energies_of(layers, seen))
+    )
+    return ranks, costs
 
 
 def _correct(

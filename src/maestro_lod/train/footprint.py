@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from maestro_lod.calls import Call, Example, as_call
 from maestro_lod.handover import copy_on_meta, copy_without_hooks
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
-from maestro_lod.structure import low_rank, restructure, structure_of, uninitialized
+from maestro_lod.structure import Form, restructure, structure_of, uninitialized
 
 _OF_A_LOSS = 2  # times the outputs: what cross-entropy keeps of them, and their gradient
 
@@ -60,7 +60,7 @@ def footprint(
     """
     wanted = structure_of(model)
     for name, layer in low_rank_layers(model).items():
-        wanted[name] = low_rank(layer.full_rank)
+        wanted[name] = Form("low-rank", layer.full_rank)
 
     def changed(twin: nn.Module) -> nn.Module:
         if form != "now":
