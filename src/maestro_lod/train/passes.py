@@ -78,9 +78,14 @@ class Passes:
 
     def _require_comparable(self, output: Any, soft_loss: object) -> bool:
         """Say whether the sampled pass can learn from an output; only elastic passes need not."""
-        if soft_loss is None and not self.elastic:
-            require_class_scores(output)
-        return soft_loss is not None or _has_class_scores(output)
+        obstacle = "" if soft_loss is not None else _obstacle_to_comparing(output)
+        if obstacle and not self.elastic:
+            raise OptionError(
+                f"distill=True compares scores of {obstacle}. Say how to compare it: backward(…, "
+                "soft_loss=lambda output, teacher: …), or in fit a loss with a method "
+                "soft(output, teacher, target)."
+            )
+        return not obstacle
 
 
 def soft_cross_entropy(output: Tensor, teacher: Tensor) -> Tensor:
@@ -88,26 +93,11 @@ def soft_cross_entropy(output: Tensor, teacher: Tensor) -> Tensor:
     return F.cross_entropy(output, teacher.softmax(1))
 
 
-def _has_class_scores(output: Any) -> bool:
-    """Say whether an output is scores (N, classes) or (N, classes, height, width)."""
-    # of three dimensions nobody can tell whether classes are second or last
-    return isinstance(output, Tensor) and output.ndim not in (0, 1, 3) and output.shape[1] > 1
-
-
-def require_class_scores(output: Any) -> None:
-    """Refuse an output of which nobody can tell where the scores of classes are."""
-    way_out = (
-        "Say how to compare it: backward(…, soft_loss=lambda output, teacher: …), or in fit a loss "
-        "with a method soft(output, teacher, target)."
-    )
+def _obstacle_to_comparing(output: Any) -> str:
+    """Return why nobody can tell where an output's scores of classes are, '' if one can."""
     if not isinstance(output, Tensor) or output.ndim in (0, 1, 3):  # 3: classes second or last?
         given = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise OptionError(
-            f"distill=True compares scores of shape (N, classes) or (N, classes, height, width); "
-            f"the output is {given}. {way_out}"
-        )
+        return f"shape (N, classes) or (N, classes, height, width); the output is {given}"
     if output.shape[1] < 2:
-        raise OptionError(
-            "distill=True compares scores of classes, but the output has a single score, from "
-            f"which nothing would be learned. {way_out}"
-        )
+        return "classes, but the output has a single score, from which nothing would be learned"
+    return ""

@@ -15,9 +15,10 @@ from maestro_lod.train.budget import Landing
 from maestro_lod.train.floor import stalled_above
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.method import RunPlan
+from maestro_lod.train.optimizer_steps import call_after_steps, call_before_steps
 from maestro_lod.train.penalty import add_group_lasso_gradients, weighted_group_lasso
 from maestro_lod.train.pressure import penalty_for
-from maestro_lod.train.proximal import Rates, call_after_steps, call_before_steps, press
+from maestro_lod.train.proximal import press
 from maestro_lod.train.scaling import scale_gradients
 from maestro_lod.train.strength import Budget, Pressure, Strength
 
@@ -119,11 +120,11 @@ class RankPenalty:
             return add_group_lasso_gradients(self._layers.values(), self.value, weight)
         return self.loss()
 
-    def _proximal_step(self, rates: Rates) -> None:
+    def _proximal_step(self) -> None:
         if self.value != 0.0 and not self._rests:
-            press(self._layers.values(), self.value, self._optimizer, rates)
+            press(self._layers.values(), self.value, self._optimizer)
 
-    def _land_if_due(self, _: Rates) -> None:
+    def _land_if_due(self) -> None:
         assert self.landing is not None
         self.landing.after_step(self._model, self._ledger, self._optimizer, self._ema)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +20,7 @@ from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import activated, require_low_rank
 from maestro_lod.train.first_call import FirstCall
 from maestro_lod.train.ledger import Ledger
+from maestro_lod.train.optimizer_steps import call_after_steps
 from maestro_lod.train.sampling import RankSampler
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ class SampledSteps:
         """Those in which a layer ran: one that was drawn, or was not seen to run before."""
         self.whole = 0
         """Those that trained the whole model."""
-        self.optimized = not _call_after_steps(optimizer, self._note_optimized)
-        """Whether the optimizer has done a step; taken for granted where it cannot be watched."""
-        self._watched = not self.optimized
+        self.optimized = False
+        """Whether the optimizer has done a step."""
+        call_after_steps(optimizer, self._note_optimized)
         self._layers = require_low_rank(model)
         self._unseen = dict(self._layers)  # layers that have not run in any step yet
         self._drawn: dict[LowRank, int] = {}
@@ -131,7 +131,7 @@ class SampledSteps:
     def new_epoch(self) -> None:
         """Count from zero; layers that no forward has reached yet are not drawn from now on."""
         self.count = self.forwards = self.whole = 0
-        self.optimized = not self._watched
+        self.optimized = False
         drawable = self.sampler.live_ranks()
         if unreached := [name for name in self._unseen if name in drawable]:
             self.sampler.left_out.update(unreached)
@@ -193,18 +193,3 @@ class SampledSteps:
         self.optimized = require_bool("optimized", state.get("optimized", True))
         self._unseen = {name: self._layers[name] for name in state.get("unseen", ())}
         self.sampler.left_out = {n for n in state.get("left_out", ()) if n in self._layers}
-
-
-def _call_after_steps(optimizer: Optimizer, method: Callable[[], None]) -> bool:
-    """Call a bound method after every optimizer step while its object lives; say if it can be."""
-    weak = weakref.WeakMethod(method)
-
-    def after_step(*_: Any) -> None:
-        if (call := weak()) is not None:
-            call()
-
-    try:
-        optimizer.register_step_post_hook(after_step)
-    except AttributeError:  # a wrapper that has no hooks of its own
-        return False
-    return True

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from maestro_lod.distributed.shards import fill, gathered
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.train.proximal import Rates, call_after_steps
+from maestro_lod.train.optimizer_steps import call_after_steps
 
 
 class Unfactored:
@@ -60,7 +60,7 @@ class Unfactored:
             layer.identity = _still_factor(layer) if name in names else None
 
     @torch.no_grad()
-    def _keep_identities(self, _: Rates) -> None:
+    def _keep_identities(self) -> None:
         """Undo what decay has done to identities, where processes made them have gradients."""
         for name in self.names:
             still = _identity_of(layer := self._layers[name])
