@@ -38,14 +38,7 @@ class LowRankBilinear(LowRank):
     @classmethod
     def like(cls, dense: Any, rank: int | None = None) -> LowRankBilinear:
         out, in1, in2 = dense.weight.shape
-        rank = min(out, in1 * in2) if rank is None else rank
-        layer = cls(
-            dense.weight.new_empty(out, rank),
-            dense.weight.new_empty(rank, in1, in2),
-            None if dense.bias is None else dense.weight.new_empty(out),
-            trainable=dense.weight.requires_grad,
-        )
-        return layer.train(dense.training)
+        return cls.empty(dense, rank, (out,), (in1, in2))
 
     @property
     def in1_features(self) -> int:

@@ -8,7 +8,6 @@ and all share one rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from maestro_lod.layers.lowrank import (
     MOVING_ONE_VALUE,
     LowRank,
     Rows,
-    empty_like_weight,
     with_parameters,
 )
 from maestro_lod.layers.products import linear, multiply
@@ -68,7 +66,7 @@ class AnyConv(LowRank):
         # a user may have set them since, to a number too
         self.stride, self.dilation = self._each(dense.stride), self._each(dense.dilation)
         self.padding, self.output_padding = self._each(dense.padding), dense.output_padding
-        return self.train(dense.training)
+        return self
 
     def _each(self, option: Any) -> Any:
         """Give an option that is one number for all dimensions a number for each."""
@@ -166,18 +164,9 @@ class LowRankConv(AnyConv):
         return f"Conv{self.dimensions}d"
 
     @classmethod
-    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        assert isinstance(dense, _ConvNd)
-        out, into, groups = dense.out_channels, dense.in_channels, dense.groups
-        if rank is None:
-            rank = min(out // groups, into // groups * math.prod(dense.kernel_size))
-        layer = cls(
-            empty_like_weight(dense, out, rank),
-            empty_like_weight(dense, rank, into, *dense.kernel_size),
-            None if dense.bias is None else empty_like_weight(dense, out),
-            groups=groups,
-            trainable=dense.weight.requires_grad,
-        )
+    def like(cls, dense: Any, rank: int | None = None) -> Self:
+        into = dense.in_channels, *dense.kernel_size
+        layer = cls.empty(dense, rank, (dense.out_channels,), into, dense.groups)
         layer._take_options(dense)
         if layer.padding_mode != "zeros" and not isinstance(layer.padding, str):
             # torch goes by what it was constructed with, last dimension first

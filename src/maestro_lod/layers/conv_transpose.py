@@ -6,7 +6,6 @@ both factors run at the same positions. With groups, every group has its own fac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from maestro_lod.layers.conv import CONV, CONV_TYPE, AnyConv
-from maestro_lod.layers.lowrank import Rows, empty_like_weight, with_parameters
+from maestro_lod.layers.lowrank import Rows, with_parameters
 from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
@@ -40,18 +39,9 @@ class LowRankConvTranspose(AnyConv):
         return f"ConvTranspose{self.dimensions}d"
 
     @classmethod
-    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        assert isinstance(dense, _ConvTransposeNd)
-        out, into, groups = dense.out_channels, dense.in_channels, dense.groups
-        if rank is None:
-            rank = min(out // groups * math.prod(dense.kernel_size), into // groups)
-        layer = cls(
-            empty_like_weight(dense, out, rank, *dense.kernel_size),
-            empty_like_weight(dense, rank, into),
-            None if dense.bias is None else empty_like_weight(dense, out),
-            groups=groups,
-            trainable=dense.weight.requires_grad,
-        )
+    def like(cls, dense: Any, rank: int | None = None) -> Self:
+        out = dense.out_channels, *dense.kernel_size
+        layer = cls.empty(dense, rank, out, (dense.in_channels,), dense.groups)
         return layer._take_options(dense)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maestro_lod.layers.lowrank import LowRank, PlainForm, Rows, Split, empty_like_weight
+from maestro_lod.layers.lowrank import LowRank, PlainForm, Rows, Split
 from maestro_lod.layers.products import linear
 from maestro_lod.layers.registry import register
 from maestro_lod.layers.svd import svd_factors
@@ -26,18 +26,10 @@ class LowRankEmbedding(LowRank):
     padding_idx: int | None
 
     @classmethod
-    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        assert isinstance(dense, nn.Embedding)
-        number, dim = dense.num_embeddings, dense.embedding_dim
-        rank = min(number, dim) if rank is None else rank
-        layer = cls(
-            empty_like_weight(dense, number, rank),
-            empty_like_weight(dense, rank, dim),
-            None,
-            trainable=dense.weight.requires_grad,
-        )
+    def like(cls, dense: Any, rank: int | None = None) -> Self:
+        layer = super().like(dense, rank)
         layer.padding_idx = dense.padding_idx
-        return layer.train(dense.training)
+        return layer
 
     @classmethod
     def from_dense(

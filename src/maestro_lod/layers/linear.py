@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.layers.lowrank import LowRank, Rows, empty_like_weight, with_parameters
+from maestro_lod.layers.lowrank import LowRank, Rows, with_parameters
 from maestro_lod.layers.products import linear
 from maestro_lod.layers.registry import register, registered_base
 
@@ -25,20 +25,6 @@ class LowRankLinear(LowRank):
     kind = "Linear"
     options = ("in_features", "out_features")
     positionwise = True
-
-    @classmethod
-    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        weight = dense.weight
-        assert isinstance(weight, Tensor)
-        out, into = weight.shape
-        rank = min(out, into) if rank is None else rank
-        layer = cls(
-            empty_like_weight(dense, out, rank),
-            empty_like_weight(dense, rank, into),
-            None if dense.bias is None else empty_like_weight(dense, out),
-            trainable=weight.requires_grad,
-        )
-        return layer.train(dense.training)
 
     @property
     def in_features(self) -> int:
@@ -92,19 +78,11 @@ class LowRankTransposedLinear(LowRankLinear):
     _dense_type: type[nn.Module]
 
     @classmethod
-    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        weight = dense.weight
-        assert isinstance(weight, Tensor)
-        into, out = weight.shape
-        rank = min(out, into) if rank is None else rank
-        layer = cls(
-            empty_like_weight(dense, out, rank),
-            empty_like_weight(dense, rank, into),
-            empty_like_weight(dense, out),
-            trainable=weight.requires_grad,
-        )
+    def like(cls, dense: Any, rank: int | None = None) -> Self:
+        into, out = dense.weight.shape
+        layer = cls.empty(dense, rank, (out,), (into,))
         layer._dense_type = registered_base(type(dense)) or type(dense)
-        return layer.train(dense.training)
+        return layer
 
     @property
     def weight(self) -> Tensor:

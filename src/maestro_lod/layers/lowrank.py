@@ -14,6 +14,7 @@ so the rank is always dimension 1 of `u` and dimension 0 of `v`.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -69,9 +70,10 @@ class LowRank(Factors):
     # -- what a kind of layer defines ----------------------------------------------------------
 
     @classmethod
-    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        """Make a layer with the options of `dense` and uninitialized factors."""
-        raise NotImplementedError
+    def like(cls, dense: Any, rank: int | None = None) -> Self:
+        """Make a layer with the options of `dense` and uninitialized factors; here of a matrix."""
+        out, into = dense.weight.shape
+        return cls.empty(dense, rank, (out,), (into,))
 
     @classmethod
     def obstacle(cls, dense: Any) -> str:
@@ -202,6 +204,33 @@ class LowRank(Factors):
     # -- the factors ---------------------------------------------------------------------------
 
     @classmethod
+    def empty(
+        cls,
+        dense: Any,
+        rank: int | None,
+        u: tuple[int, ...],
+        v: tuple[int, ...],
+        groups: int = 1,
+    ) -> Self:
+        """Make a layer with uninitialized factors; `u` and `v` are their shapes but for the rank.
+
+        Without a rank it is the full one. Dtype, device, mode, and whether there is a bias and
+        anything is trained, are those of the dense layer.
+        """
+        weight, bias = dense.weight, getattr(dense, "bias", None)
+        if rank is None:
+            rank = min(math.prod(u), math.prod(v)) // groups
+        memory = functools.partial(torch.empty, dtype=weight.dtype, device=weight.device)
+        layer = cls(
+            memory(u[0], rank, *u[1:]),
+            memory(rank, *v),
+            None if bias is None else memory(u[0]),
+            groups=groups,
+            trainable=weight.requires_grad,
+        )
+        return layer.train(dense.training)
+
+    @classmethod
     def from_dense(
         cls, dense: nn.Module, rank: int | None = None, *, split: Split = svd_factors
     ) -> Self:
@@ -290,13 +319,6 @@ class LowRank(Factors):
 
     def _repr_rank(self) -> str:
         return f"rank={self.rank}/{self.full_rank}, bias={self.bias is not None}"
-
-
-def empty_like_weight(dense: nn.Module, *shape: int) -> Tensor:
-    """Return uninitialized memory with the dtype and device of a dense layer's weight."""
-    weight = dense.weight
-    assert isinstance(weight, Tensor)
-    return torch.empty(*shape, dtype=weight.dtype, device=weight.device)
 
 
 def with_parameters(layer: nn.Module, source: LowRank, weight: Tensor, *, bias: bool) -> nn.Module:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from maestro_lod.layers.lowrank import LowRank, PlainForm, Rows, empty_like_weight
+from maestro_lod.layers.lowrank import LowRank, PlainForm, Rows
 from maestro_lod.layers.recurrent import Matrix, Product
 from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 
 @register(Matrix)
@@ -20,19 +20,6 @@ class LowRankMatrix(LowRank):
 
     kind = "Matrix"
     options = ()
-
-    @classmethod
-    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        assert isinstance(dense, Matrix)
-        m, n = dense.weight.shape
-        rank = min(m, n) if rank is None else rank
-        layer = cls(
-            empty_like_weight(dense, m, rank),
-            empty_like_weight(dense, rank, n),
-            None,
-            trainable=dense.weight.requires_grad,
-        )
-        return layer.train(dense.training)
 
     def output_rows(self, output: Tensor, *inputs: Any) -> Rows:
         return [output.reshape(-1, self.matrix_shape[0])]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from maestro_lod.layers.experts import Stack, StackedProduct, apply_stacked
-from maestro_lod.layers.lowrank import LowRank, Rows, composing_pays, empty_like_weight
+from maestro_lod.layers.lowrank import LowRank, Rows, composing_pays
 from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
@@ -29,19 +29,11 @@ class LowRankStack(LowRank):
     transposed: bool
 
     @classmethod
-    def like(cls, dense: nn.Module, rank: int | None = None) -> Self:
-        assert isinstance(dense, Stack)
+    def like(cls, dense: Any, rank: int | None = None) -> Self:
         experts, m, n = (dense.weight.mT if dense.transposed else dense.weight).shape
-        rank = min(m, n) if rank is None else rank
-        layer = cls(
-            empty_like_weight(dense, experts * m, rank),
-            empty_like_weight(dense, rank, experts * n),
-            None,
-            groups=experts,
-            trainable=dense.weight.requires_grad,
-        )
+        layer = cls.empty(dense, rank, (experts * m,), (experts * n,), groups=experts)
         layer.transposed = dense.transposed
-        return layer.train(dense.training)
+        return layer
 
     def to_weight(self, matrices: Tensor) -> Tensor:
         return matrices.mT if self.transposed else matrices
