@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from maestro_lod.layers.composed import Composed
+
+Shape: TypeAlias = "tuple[int, ...]"
 
 _NO_LIMIT = 2**31 - 1  # the compiled form of "no active rank": every rank counts
 
@@ -76,6 +79,26 @@ class Factors(nn.Module):
         # The same number for compiled graphs: as a tensor it can change without a new graph. No
         # buffer, which averaged copies would take over and `to_empty` would leave undefined.
         self._limit = _changeable(_NO_LIMIT, u.device)
+
+    @classmethod
+    def empty(cls, dense: Any, rank: int | None, u: Shape, v: Shape, groups: int = 1) -> Self:
+        """Make a layer with uninitialized factors; `u` and `v` are their shapes but for the rank.
+
+        Without a rank it is the full one. Dtype, device, mode, and whether there is a bias and
+        anything is trained, are those of the dense layer.
+        """
+        weight, bias = dense.weight, getattr(dense, "bias", None)
+        if rank is None:
+            rank = min(math.prod(u), math.prod(v)) // groups
+        memory = functools.partial(torch.empty, dtype=weight.dtype, device=weight.device)
+        layer = cls(
+            memory(u[0], rank, *u[1:]),
+            memory(rank, *v),
+            None if bias is None else memory(u[0]),
+            groups=groups,
+            trainable=weight.requires_grad,
+        )
+        return layer.train(dense.training)
 
     @property
     def rank(self) -> int:

@@ -14,7 +14,6 @@ so the rank is always dimension 1 of `u` and dimension 0 of `v`.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -202,33 +201,6 @@ class LowRank(Factors):
         return self.macs(positions, self.computed_rank(rank))
 
     # -- the factors ---------------------------------------------------------------------------
-
-    @classmethod
-    def empty(
-        cls,
-        dense: Any,
-        rank: int | None,
-        u: tuple[int, ...],
-        v: tuple[int, ...],
-        groups: int = 1,
-    ) -> Self:
-        """Make a layer with uninitialized factors; `u` and `v` are their shapes but for the rank.
-
-        Without a rank it is the full one. Dtype, device, mode, and whether there is a bias and
-        anything is trained, are those of the dense layer.
-        """
-        weight, bias = dense.weight, getattr(dense, "bias", None)
-        if rank is None:
-            rank = min(math.prod(u), math.prod(v)) // groups
-        memory = functools.partial(torch.empty, dtype=weight.dtype, device=weight.device)
-        layer = cls(
-            memory(u[0], rank, *u[1:]),
-            memory(rank, *v),
-            None if bias is None else memory(u[0]),
-            groups=groups,
-            trainable=weight.requires_grad,
-        )
-        return layer.train(dense.training)
 
     @classmethod
     def from_dense(

@@ -22,7 +22,6 @@ from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import (
     at_ranks,
     low_rank_layers,
-    require_low_rank,
     resolve_for,
     unwrapped,
 )
@@ -44,7 +43,7 @@ def correct(
     *,
     calibration: Calibration | None = None,
     sizes: Sequence[Mapping[str, int | float]] = ({},),
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:
     """Fit linear layers and convolutions of a cut model to the original, in place and in order.
 
@@ -57,32 +56,34 @@ def correct(
     how many were fitted.
     """
     model, teacher = unwrapped(model), unwrapped(teacher)
-    require_low_rank(model)
     at_sizes = [resolve_for(model, ranks) for ranks in sizes]
     data = [split_batch(batch)[0] for batch in batches]
     if not data:
         raise DataError("there is nothing to correct on: the data has no batch.")
     if not at_sizes:
         raise OptionError("sizes=[] leaves nothing to correct. Give ranks, or leave it out.")
-    opened = {name: form for name, form in structure_of(model).items() if form == OPENED}
-    original = restructured_copy(teacher, opened) if opened else teacher
+    original = _opened_alike(teacher, model)
     with in_mode(model, training=False), in_mode(original, training=False):
         for module in model.modules():  # so that later layers see what they will in the end
             module.training = isinstance(module, _BatchNorm)
         groups = _in_order(model, data[0])
-        count = sum(map(len, groups))
-        done = fitted = 0
+        done, fitted, count = 0, 0, sum(map(len, groups))
         for group in groups:
             pair = _Pair.seen(original, model, group[0], data, at_sizes)
-            enough = pair.count >= _ENOUGH * len(at_sizes) * pair.cut.shape[1]
-            for name in group if enough else ():
-                _fit(model, original, name, pair, calibration)
-                fitted += 1
+            if pair.count >= _ENOUGH * len(at_sizes) * pair.cut.shape[1]:
+                for name in group:
+                    _fit(model, original, name, pair, calibration)
+                fitted += len(group)
             done += len(group)
-            if progress is not None:
-                progress(done, count)
+            progress(done, count)
     recalibrate(model, [(inputs, None) for inputs in data])
     return fitted
+
+
+def _opened_alike(teacher: nn.Module, model: nn.Module) -> nn.Module:
+    """Return the teacher, or a copy of it in which the modules are opened that the model opened."""
+    opened = {name: form for name, form in structure_of(model).items() if form == OPENED}
+    return restructured_copy(teacher, opened) if opened else teacher
 
 
 def _in_order(model: nn.Module, inputs: Any) -> list[list[str]]:
