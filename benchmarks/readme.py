@@ -98,12 +98,14 @@ def peers() -> list[str]:
 
 
 def decomposing() -> str:
-    found = record("decoder")["answer"]
+    found, by_blocks = record("decoder")["answer"], record("decoder_by_blocks")["answer"]
     return (
         f"A decoder of {found['params'] / 1e9:.2f} billion parameters in bfloat16, "
         f"{found['layers']} layers at full rank, takes {found['cpu_seconds']} seconds of CPU time "
         f"and at most {found['peak_gib']:.1f} GiB; the model has {found['dense_gib']:.1f} GiB "
-        f"before and {found['factors_gib']:.1f} after (`python benchmarks/decoder.py`)."
+        f"before and {found['factors_gib']:.1f} after (`python benchmarks/decoder.py`). "
+        f"Decomposed block after block it is at most {by_blocks['peak_gib']:.1f} GiB in "
+        f"{by_blocks['cpu_seconds']} seconds (`--by-blocks`)."
     )
 
 
