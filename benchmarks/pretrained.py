@@ -164,23 +164,16 @@ class Bench:
         self.heal(model, steps, "only", f"healing {share} {steps}{self._unusual()}")
         return self.normed(model)
 
-    @functools.cached_property
-    def sizes(self) -> list[dict[str, int]]:
-        return [self.ranks(share) for share in IN_TURN]
-
-    def with_all_sizes(self) -> nn.Module:
-        """One model with the ranks of the largest size."""
-        most = {name: max(ranks[name] for ranks in self.sizes) for name in self.sizes[0]}
-        return lod.decompose(copy.deepcopy(self.case.model), ranks=most, calibration=self.seen)
-
     @functools.cache  # noqa: B019
     def healed_together(self, steps: int, *, first_corrected: bool) -> nn.Module:
         """One model, healed at all shares in turn."""
-        model = self.with_all_sizes()
+        sizes = {share: self.ranks(share) for share in SHARES}
+        most = {name: max(of[name] for of in sizes.values()) for name in sizes[SHARES[0]]}
+        model = lod.decompose(copy.deepcopy(self.case.model), ranks=most, calibration=self.seen)
         if first_corrected:
-            self.correct(model, "corrected for all sizes", [self.ranks(s) for s in SHARES])
+            self.correct(model, "corrected for all sizes", list(sizes.values()))
         name = "healing in turn, corrected" if first_corrected else "healing in turn"
-        self.heal(model, steps, self.sizes, f"{name} {steps}")
+        self.heal(model, steps, [sizes[share] for share in IN_TURN], f"{name} {steps}")
         return model
 
     def of_all_sizes(self, share: float, steps: int, *, first_corrected: bool) -> nn.Module:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import maestro_lod as lod
@@ -320,6 +321,20 @@ def test_tokens_that_are_frequent_come_first():
 def test_data_that_cannot_be_used_is_refused(batches, error, says):
     with pytest.raises(error, match=says):
         lod.decompose(nn.Linear(8, 8), calibration=batches)
+
+
+@pytest.mark.parametrize("targets", [True, False])
+def test_packed_sequences_count_as_the_sequences_in_them(targets: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.GRU(5, 8))
+    sequences = [torch.randn(length, 1, 5) for length in (6, 4, 1)]
+    packed = pack_sequence([sequence[:, 0] for sequence in sequences])
+    found = calibrate(model, [(packed, None) if targets else packed]).moments
+    expected = calibrate(model, sequences).moments
+    assert found.keys() == expected.keys() == {"0.weight_ih_l0", "0.weight_hh_l0"}
+    for name, seen in found.items():
+        assert seen.count == expected[name].count
+        torch.testing.assert_close(seen.inputs, expected[name].inputs, rtol=1e-4, atol=1e-4)
 
 
 def test_calibration_of_another_model_is_refused(snapshot):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import maestro_lod as lod
 from maestro_lod.errors import CheckpointError, DataError, LayerError, MaestroError, OptionError
@@ -172,3 +173,22 @@ def test_no_data_and_no_teacher_are_refused():
         heal(model, [], teacher=teacher)
     with pytest.raises(OptionError, match="the model itself"):
         heal(model, data, teacher=model)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(5, 12), nn.Linear(12, 6)
+
+    def forward(self, sequences: PackedSequence) -> Tensor:
+        scores: Tensor = self.head(self.rnn(sequences)[1][-1])
+        return scores
+
+
+def test_packed_sequences_heal() -> None:
+    torch.manual_seed(0)
+    teacher = Recurrent()
+    data = [pack_sequence([torch.randn(n, 5) for n in (7, 4, 2)]) for _ in range(8)]
+    model = lod.decompose(copy.deepcopy(teacher), ranks=0.5, calibration=data)
+    losses = heal(model, data, teacher=teacher, steps=160, lr=2e-2, sizes="only")
+    assert sum(losses[-8:]) < 0.5 * sum(losses[:8])

@@ -14,13 +14,7 @@ from maestro_lod.errors import CheckpointError, LayerError
 from maestro_lod.files import read_json
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.layers.registry import low_rank_type, opened_type
-from maestro_lod.structure import (
-    OPENED,
-    Form,
-    Structure,
-    structure_of,
-    uninitialized,
-)
+from maestro_lod.structure import OPENED, Form, Structure, structure_of, uninitialized
 from maestro_lod.tensors import TensorFile
 
 ELASTIC, PLAIN, _VERSION = "maestro-lod", "maestro-lod plain", 1

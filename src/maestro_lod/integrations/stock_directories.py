@@ -21,12 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from maestro_lod.errors import CheckpointError, OptionError, listed
 from maestro_lod.layers.ranks import Ranks, low_rank_layers, match_ranks, resolve
 from maestro_lod.layers.registry import low_rank_type
-from maestro_lod.structure import (
-    Form,
-    Structure,
-    restructure,
-    uninitialized,
-)
+from maestro_lod.structure import Form, Structure, restructure, uninitialized
 
 WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from maestro_lod.errors import DataError, LayerError, OptionError, listed
 from maestro_lod.layers.lowrank import LowRank
@@ -181,7 +182,7 @@ def _pass(observer: Observer, batches: Batches, loss: Loss | None) -> None:
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
     """Return the inputs of a batch and its target, None if it has none."""
-    if isinstance(batch, Tensor | Mapping):
+    if isinstance(batch, Tensor | PackedSequence | Mapping):
         return batch, None
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]

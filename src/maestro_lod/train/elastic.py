@@ -142,7 +142,7 @@ class ElasticSampler(RankSampler):
         """Restore the state exactly; the next draw is the one that would have come next."""
         alone = self.alone
         super().load_state_dict(state)
-        self.alone = state.get("alone", alone)  # older states leave it to the plan
+        self.alone = state.get("alone", alone)  # older states do not say
         ladders: Tensor = state["ladders"]
         self._ladders = ladders.tolist()
 
