@@ -51,8 +51,6 @@ bench: $(VENV)/.installed  ## measure training steps and single layers against d
 	$(BIN)/python benchmarks/step.py --compiled
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/layers.py
-	$(BIN)/python benchmarks/products.py
-	$(BIN)/python benchmarks/few_channels.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/readme.py
 

@@ -67,16 +67,6 @@ def layers() -> list[str]:
     return lines
 
 
-def products() -> list[str]:
-    lines = ["| product | MACs | oneDNN, × torch | taken |", "|---|--:|--:|---|"]
-    for product, found in record("products")["answer"].items():
-        lines.append(
-            f"| {product} | {found['macs'] / 1e6:.1f} M | {found['ratio']:.2f} | "
-            f"{'yes' if found['taken'] else 'no'} |"
-        )
-    return lines
-
-
 def compiled() -> list[str]:
     lines = [
         "| model | step | × dense, not compiled | middle half of rounds |",
@@ -165,16 +155,9 @@ def block() -> str:
         "(`python benchmarks/layers.py`, CPU time). `lod.survey` says up to which rank a layer "
         "saves, and which kinds are hardly faster."
     )
-    about_products = (
-        "On processors with AVX-512 that are not Intel's, torch's library for products uses half "
-        "of it. Products of some size, with the gradients of both factors, are then done by the "
-        "library of its convolutions (`python benchmarks/products.py`): that is why low-rank "
-        "linear and attention layers are faster here than their MACs say."
-    )
     about_compiled = "With `torch.compile` (`python benchmarks/step.py --compiled`)."
     parts = {
         "### Single layers": [about_layers, "", *layers()],
-        "### Products": [about_products, "", *products()],
         "### Compiled": [about_compiled, "", *compiled()],
         "### Memory of a step": [about_memory, "", *memory()],
         "### Beside other libraries": [about, "", *peers()],

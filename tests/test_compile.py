@@ -98,6 +98,22 @@ def test_no_number_of_shrinks_exhausts_the_recompilations():
     assert counter.count == 20  # one per shape: neither given up nor compiled more often
 
 
+@pytest.mark.parametrize("dense", [nn.Linear(512, 512), nn.Conv2d(64, 64, 3)], ids=["fc", "conv"])
+def test_large_products_compile_into_one_graph(dense):
+    model = decompose(dense)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(32, 512) if isinstance(dense, nn.Linear) else torch.randn(8, 64, 12, 12)
+    for given in (model.full_rank, 2):  # multiplied out, and one factor after the other
+        with at_ranks(model, given):
+            model.zero_grad()
+            compiled(x).square().mean().backward()
+            ours = gradients(model)
+            model.zero_grad()
+            model(x).square().mean().backward()
+        for eager, gradient in zip(gradients(model), ours, strict=True):
+            torch.testing.assert_close(gradient, eager, rtol=1e-3, atol=1e-6)
+
+
 def test_training_and_evaluation_take_a_graph_each():
     model, graphs = low_rank_model(), CountGraphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, distributed, nn
 
 from maestro_lod.errors import TrainingError
-from maestro_lod.layers.eager import runs_as_written
 from maestro_lod.layers.factors import Factors
 
 
@@ -70,11 +69,13 @@ def kept_for(layer: Factors, u: Tensor, v: Tensor) -> Composed | None:
     It is for the layer's own factors, whole, in a pass like any other.
     """
     kept = layer.kept
-    if kept is None or u is not layer.u or v is not layer.v:
+    if kept is None or torch.compiler.is_compiling() or u is not layer.u or v is not layer.v:
         return None
     usual = (
         torch.is_grad_enabled()
-        and runs_as_written(u.device.type)
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.is_autocast_enabled(u.device.type)
         # hooks count on one gradient per pass
         and not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in (layer.u, layer.v))
     )

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from maestro_lod.layers import few_channels
 from maestro_lod.layers.lowrank import (
     MOVING_ONE_VALUE,
     LowRank,
     Rows,
     with_parameters,
 )
-from maestro_lod.layers.products import linear, multiply
 from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
@@ -214,7 +212,7 @@ class LowRankConv(AnyConv):
         x = inputs[0].flatten(1)
         self.note_positions(len(x))
         u, v = self._active_factors()
-        y = linear(linear(x, _taps(v)[:, tap], None), u, self.bias)
+        y = F.linear(F.linear(x, _taps(v)[:, tap]), u, self.bias)
         return y.view(*y.shape, *[1] * self.dimensions)
 
     def _only_tap(self, x: Tensor) -> int | None:
@@ -239,8 +237,6 @@ class LowRankConv(AnyConv):
             x, padding = F.pad(x, amounts, mode=self.padding_mode), (0,) * self.dimensions
         elif isinstance(padding, str) and all(a == b for a, b in self._paddings()):
             padding = tuple(before for before, _ in self._paddings())
-        if few_channels.gradient_is_slow(x, weight, padding, self.dilation):
-            return few_channels.convolve(x, weight, bias, self.stride, padding)
         conv = CONV[self.dimensions]
         return conv(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
@@ -257,8 +253,8 @@ class LowRankConv(AnyConv):
             return super()._compose(u, v)
         if _has_channels_last(v):  # multiplied as it is in memory, so that nothing is copied
             last = v.movedim(1, -1)
-            return multiply(u, last.flatten(1)).view(-1, *last.shape[1:]).movedim(-1, 1)
-        return multiply(u, v.flatten(1)).view(-1, *v.shape[1:])  # all in one product
+            return (u @ last.flatten(1)).view(-1, *last.shape[1:]).movedim(-1, 1)
+        return (u @ v.flatten(1)).view(-1, *v.shape[1:])  # all in one product
 
     def to_weight(self, matrices: Tensor) -> Tensor:
         into = self.in_channels // self.groups

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maestro_lod.layers.lowrank import LowRank, PlainForm, Rows, Split
-from maestro_lod.layers.products import linear
 from maestro_lod.layers.registry import register
 from maestro_lod.layers.svd import svd_factors
 
@@ -66,7 +65,7 @@ class LowRankEmbedding(LowRank):
         self.note_positions(input.numel())
         u, v = self._active_factors()
         rows = F.embedding(input, u, self.padding_idx)  # (..., r), then (..., embedding_dim)
-        output = linear(rows, v.mT, None)
+        output = F.linear(rows, v.mT)
         return output.to(v.dtype)  # autocast narrows products, but not look-ups
 
     def positions_of(self, *inputs: Tensor) -> int:
@@ -139,7 +138,7 @@ class SharedHead(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         u, v = self.embedding._active_factors()
-        return linear(linear(input, v, None), u, self.bias)  # (..., r), then (..., num_embeddings)
+        return F.linear(F.linear(input, v), u, self.bias)  # (..., r), then (..., num_embeddings)
 
     @property
     def in_features(self) -> int:

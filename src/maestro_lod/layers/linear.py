@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from maestro_lod.layers.lowrank import LowRank, Rows, with_parameters
-from maestro_lod.layers.products import linear
 from maestro_lod.layers.registry import register, registered_base
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ class LowRankLinear(LowRank):
         return [output.reshape(-1, self.out_features)]
 
     def apply_weight(self, weight: Tensor, *inputs: Tensor) -> Tensor:
-        return linear(inputs[0], weight, self.bias)
+        return F.linear(inputs[0], weight, self.bias)
 
     def apply_factors(self, u: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
-        return linear(linear(inputs[0], v, None), u, self.bias)  # (..., rank), then (..., out)
+        return F.linear(F.linear(inputs[0], v), u, self.bias)  # (..., rank), then (..., out)
 
     def dense(self, rank: int | None = None) -> nn.Module:
         u, v = self.truncated(rank)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from maestro_lod.layers.composed import kept_for
 from maestro_lod.layers.factors import Factors
-from maestro_lod.layers.products import multiply
 from maestro_lod.layers.svd import svd_factors
 
 if TYPE_CHECKING:
@@ -245,10 +244,8 @@ class LowRank(Factors):
     def _compose(self, u: Tensor, v: Tensor) -> Tensor:
         """Multiply factors out to a weight as the layer applies it."""
         if u.ndim == v.ndim == 2 and self.groups == 1:
-            return multiply(u, v)
+            return u @ v
         left, right = self._matrices(u, v)
-        if self.groups == 1:
-            return self.to_weight(multiply(left[0], right[0])[None])
         return self.to_weight(left @ right)
 
     @property
