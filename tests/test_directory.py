@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -94,6 +95,37 @@ def test_other_models_get_texts_of_about_one_length_together(bert, texts):
     assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 6), (1, 6)]
     assert batches[0]["attention_mask"].sum() == 9
     open_model(bert)(**batches[0])
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
+def test_a_long_text_comes_in_pieces_that_together_are_it(suffix, tmp_path):
+    long = " ".join(f"word{i}" for i in range(30_000))
+    endless = "x" * 200_000
+    texts, file = [long, "short", f"a {endless} b"], tmp_path / f"long.{suffix}"
+    if suffix == "txt":
+        file.write_text("".join(f"  {text} \n" for text in texts))
+    elif suffix == "jsonl":
+        file.write_text("".join(json.dumps({"text": f" {text}"}) + "\n" for text in texts))
+    else:
+        pq.write_table(pa.table({"text": texts}), file)
+    pieces = list(read_texts(file))
+    assert "".join(pieces) == "".join(texts)
+    assert max(map(len, pieces)) <= 2 * 65_536
+    until = pieces.index("short")
+    assert 1 < until < 10
+    assert all(piece.startswith(" word") for piece in pieces[1:until])
+
+
+def test_the_tokens_of_a_long_line_are_those_of_its_words(llama, tmp_path):
+    words = [WORDS[i % 5 + 4] for i in range(24_000)]
+    (tmp_path / "line.txt").write_text(" ".join(words))
+    (tmp_path / "lines.txt").write_text("\n".join(words))
+    one, many = (
+        text_batches(tmp_path / name, llama, length=60, batch=100, most=4)
+        for name in ("line.txt", "lines.txt")
+    )
+    assert len(one) == 4
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, many, strict=True))
 
 
 def test_files_that_hold_no_texts_are_refused(llama, tmp_path):

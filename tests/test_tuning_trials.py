@@ -635,6 +635,70 @@ def test_a_file_of_others_is_refused_and_left_as_it_is(content: bytes, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("kind", ["device", "pipe", "huge", "journal with a huge end"])
+def test_what_cannot_be_a_journal_is_never_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: Any) -> None:
+        raise AssertionError("it is read, or its lock is waited for")
+
+    for name in ("_mend", "_lock_on"):
+        monkeypatch.setattr(storage_module, name, refuse)
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "search"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind != "device":
+        path.write_bytes(b'{"op_code":0}\n' if kind.startswith("journal") else b"")
+        os.truncate(path, 2**30 + 1)
+    reason = "not a regular file" if kind in ("device", "pipe") else "more than any journal"
+    with pytest.raises(OptionError, match=reason):
+        tune(within, **LIMITS, storage=path)
+
+
+def changed(storage: str, *commands: str) -> None:
+    with closing(sqlite3.connect(storage.removeprefix("sqlite:///"))) as database, database:
+        for command in commands:
+            database.execute(command)
+
+
+DAMAGE = {
+    "what trials have reached": (
+        "DELETE FROM trial_user_attributes",
+        r"trial 0 of the search is damaged \(it has ended, but how was not recorded\)",
+    ),
+    "λ is no number": (
+        "UPDATE trial_params SET param_value = 'NaN'",
+        r"trial 0 of the search is damaged",
+    ),
+    "λ is infinite": (
+        "UPDATE trial_params SET param_value = 9e999",
+        r"trial 0 of the search is damaged \(λ=inf\)",
+    ),
+    "a λ is gone": (
+        "UPDATE trial_params SET param_value = 4.0 WHERE trial_id = 1",
+        r"none of its 5 trials is left to do, and some settings were never tried",
+    ),
+    "it repeats itself": (
+        "INSERT INTO trial_user_attributes (trial_id, key, value_json) VALUES (2, 'again', '1')",
+        r"trial 1 of the search is damaged \(it repeats trial 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("storage", ["sqlite"], indirect=True)
+def test_a_damaged_search_is_refused_and_not_waited_for(storage: str, damage: str):
+    tune(within, **LIMITS, storage=storage)
+    command, refusal = DAMAGE[damage]
+    changed(storage, command)
+
+    def refuse(_: float) -> None:
+        raise AssertionError("it waits")
+
+    with pytest.raises(OptionError, match=refusal):
+        tune(within, **LIMITS, storage=storage, sleep=refuse)
+
+
 def test_half_a_line_at_the_end_of_a_journal_is_cut_off(tmp_path: Path):
     path = tmp_path / "search"
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +26,7 @@ from maestro_lod.integrations.huggingface import architecture_of
 CONFIG = "config.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TEXTS = (".txt", ".jsonl", ".parquet")
+_PIECE = 2**16  # characters
 
 
 def open_model(directory: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -117,30 +120,64 @@ def _windows(
 
 
 def read_texts(file: Path) -> Iterator[str]:
-    """Yield the texts of a file: the lines of .txt, or `text` in rows of .jsonl and .parquet."""
+    """Yield the texts of a file: the lines of .txt, or `text` in rows of .jsonl and .parquet.
+
+    A text of more than 65,536 characters comes as several, split before white space where there is
+    any: a tokenizer needs more than a hundred times the memory of a text.
+    """
     if file.suffix not in _TEXTS:
         raise DataError(f"{file} is no text: give a file that ends in {listed(_TEXTS)}.")
     if not file.is_file():
         raise DataError(f"{file} does not exist.")
     found = False
     for text in {".txt": _lines, ".jsonl": _rows, ".parquet": _columns}[file.suffix](file):
-        if text.strip():
+        if text:
             found = True
-            yield text.strip()
+            yield text
     if not found:
         raise DataError(f"{file} holds no text.")
 
 
+def _pieces(read: Callable[[int], str]) -> Iterator[str]:
+    """Yield what is read line by line or as a whole, without white space around it.
+
+    What is longer than a piece is split before white space. The space begins the next piece, since
+    many tokenizers make it part of the word behind it.
+    """
+    rest = ""
+    while part := read(_PIECE):
+        text = rest + part
+        end = len(text)
+        if len(part) == _PIECE and not part.endswith("\n"):  # there is more of it
+            words = text.rsplit(maxsplit=1)
+            end = len(words[0]) if len(words) == 2 else end
+        yield (text[:end] if rest else text[:end].lstrip()).rstrip()
+        rest = text[end:]
+    yield rest.rstrip()
+
+
 def _lines(file: Path) -> Iterator[str]:
+    with _opened(file) as lines:
+        yield from _pieces(lines.readline)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[TextIO]:
     try:
         with file.open(encoding="utf-8") as lines:
-            yield from lines
+            yield lines
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is no text in UTF-8 ({error}).") from error
 
 
 def _rows(file: Path) -> Iterator[str]:
-    for number, line in enumerate(_lines(file)):
+    with _opened(file) as lines:
+        for row in _texts_in(file, lines):
+            yield from _pieces(StringIO(row).read)
+
+
+def _texts_in(file: Path, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines):
         try:
             text = json.loads(line)["text"] if line.strip() else ""
         except (ValueError, KeyError, TypeError):
@@ -160,4 +197,5 @@ def _columns(file: Path) -> Iterator[str]:
             names = listed(table.schema_arrow.names)
             raise DataError(f"{file} has no column 'text'; its columns: {names}.")
         for part in table.iter_batches(columns=["text"]):
-            yield from (text or "" for text in part.column(0).to_pylist())
+            for text in part.column(0).to_pylist():
+                yield from _pieces(StringIO(text or "").read)

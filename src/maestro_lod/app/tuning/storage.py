@@ -21,6 +21,8 @@ from maestro_lod.files import waited_for
 
 _STUCK = 30  # seconds, after which a lock that a killed process left on a journal is broken
 _RETRY = 1.0  # seconds, after which a database is opened once more
+_HEAD = b'{"op_code":'
+_LARGEST = 2**30  # bytes of a journal; a trial takes some thousands
 
 Direction: TypeAlias = Literal["maximize", "minimize"]
 Storage: TypeAlias = str | os.PathLike[str]
@@ -71,10 +73,24 @@ def _opened(storage: Storage | None) -> BaseStorage:
         return _database(url)
     path = Path(storage)
     path.parent.mkdir(parents=True, exist_ok=True)
+    _require_journal(path)
     path.touch()
     lock = _lock_on(path)
     _mend(path, lock)
     return JournalStorage(JournalFileBackend(str(path), lock))
+
+
+def _require_journal(path: Path) -> None:
+    """Refuse a file that cannot be a journal, before it is locked or read as a whole."""
+    if not path.exists():
+        return
+    if not path.is_file() and not path.is_dir():  # which opening refuses
+        raise ValueError("it is not a regular file")
+    if (size := path.stat().st_size) > _LARGEST:
+        raise ValueError(f"it has {size:,} bytes, more than any journal")
+    with path.open("rb") as file:
+        if file.read(len(_HEAD)) not in (b"", _HEAD):
+            raise ValueError("the file is no journal of Optuna's")
 
 
 def _lock_on(path: Path) -> JournalFileOpenLock:
@@ -126,13 +142,11 @@ def _database(url: str) -> RDBStorage:
 def _mend(path: Path, lock: JournalFileOpenLock) -> None:
     """Cut off what a power cut or a full disk left of a journal's last line, in place.
 
-    The next entry would be written behind it, and both be lost. A file of others is refused.
+    The next entry would be written behind it, and both be lost.
     """
     lock.acquire()
     try:
         whole = path.read_bytes()
-        if whole and not whole.startswith(b'{"op_code":'):
-            raise ValueError("the file is no journal of Optuna's")
         if not whole.endswith(b"\n"):
             os.truncate(path, whole.rfind(b"\n") + 1)
     finally:

@@ -6,6 +6,7 @@ trains, and writes down what came out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Real
@@ -66,14 +67,19 @@ class Trial:
         """Read a trial off its row, and refuse one that no search has written so."""
         try:
             trial = cls._of(row)
-            if trial.status not in get_args(Status) or (trial.ended and trial.penalty is None):
-                raise ValueError(f"{trial.status} with λ={trial.penalty}")
+            trial._require_possible()
         except (TypeError, ValueError, AttributeError) as error:
-            raise OptionError(
-                f"trial {row.number} of the search is damaged ({error}). Begin another search: "
-                "give another storage or name."
-            ) from error
+            raise damaged(row.number, str(error)) from error
         return trial
+
+    def _require_possible(self) -> None:
+        if self.status not in get_args(Status) or (self.ended and self.penalty is None):
+            raise ValueError(f"{self.status} with λ={self.penalty}")
+        for name, value in (("λ", self.penalty), ("lr", self.lr)):
+            if value is not None and not 0.0 < value < math.inf:
+                raise ValueError(f"{name}={value}")
+        if self.again is not None and not 0 <= self.again < self.number:
+            raise ValueError(f"it repeats trial {self.again}")
 
     @classmethod
     def _of(cls, row: FrozenTrial) -> Trial:
@@ -111,9 +117,21 @@ class Trial:
         return f"{line} ({self.reason})" if self.reason else line
 
 
+def damaged(number: int, why: str) -> OptionError:
+    return OptionError(
+        f"trial {number} of the search is damaged ({why}). Begin another search: give another "
+        "storage or name."
+    )
+
+
 def trials_of(study: optuna.Study) -> list[Trial]:
-    """Return all trials of a search, by number."""
-    return [Trial.of(row) for row in study.get_trials(deepcopy=False)]
+    """Return all trials of a search, by number; each that was stopped is repeated by another."""
+    trials = [Trial.of(row) for row in study.get_trials(deepcopy=False)]
+    repeated = {trial.again for trial in trials}
+    for trial in trials:
+        if trial.status == "stopped" and trial.number not in repeated:
+            raise damaged(trial.number, "it has ended, but how was not recorded")
+    return trials
 
 
 def earlier(trial: Trial, trials: Sequence[Trial]) -> list[Trial]:

@@ -84,10 +84,17 @@ class Worker:
                 trials = trials_of(self.study)
                 if self.strategy.done(trials):
                     return trials
-                if self.strategy.more(trials) or any(trial.status == "waiting" for trial in trials):
+                statuses = {trial.status for trial in trials}
+                if self.strategy.more(trials) or "waiting" in statuses:
                     self._do_one()
-                else:
+                elif "running" in statuses:
                     self.sleep(_LOOK)
+                else:
+                    raise OptionError(
+                        f"the search is damaged: none of its {len(trials)} trials is left to do, "
+                        "and some settings were never tried. Begin another search: give another "
+                        "storage or name."
+                    )
         except StorageInternalError as error:
             raise TrainingError(
                 f"the search's storage can no longer be used ({first_line(error)}). What was "
