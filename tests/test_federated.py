@@ -1,4 +1,4 @@
-"""Averaging by ranks: properties over tiers, weights and orders; what is sent; refused updates."""
+"""Averaging by ranks: properties over tiers, weights and orders; what is sent; refused states."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import copy
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maestro_lod import at_ranks, decompose, load, ranks, save
-from maestro_lod.errors import LayerError, OptionError, TrainingError
+from maestro_lod.errors import LayerError, MaestroError, OptionError, TrainingError
 from maestro_lod.federated import aggregate, leading, receive
 from maestro_lod.layers import RanksCutWarning, match_ranks
+from tests.conftest import Snapshot
 
 FULL = {"0": 4, "3": 6, "5": 3}
 RANKS = st.fixed_dictionaries({name: st.integers(0, full) for name, full in FULL.items()})
@@ -186,35 +188,116 @@ def test_whoever_says_that_it_is_wanted_is_not_warned(recwarn: pytest.WarningsRe
 # -- refused updates -------------------------------------------------------------------------------
 
 
-def broken(change: Callable[[dict[str, Tensor]], None], weight: float = 1.0) -> tuple:
+BAD_VALUES: dict[str, Callable[[Tensor], object]] = {
+    "NaN": lambda value: value.new_full(value.shape, torch.nan, dtype=torch.float32),
+    "infinite": lambda value: value.new_full(value.shape, -torch.inf, dtype=torch.float32),
+    "overflows": lambda value: value.new_full(value.shape, 1e39, dtype=torch.float64),
+    "complex": lambda value: value.to(torch.complex64),
+    "of another kind": lambda value: value.to(
+        torch.int64 if value.is_floating_point() else torch.float32
+    ),
+    "boolean": lambda value: value > 0,
+    "of another shape": lambda value: value.new_zeros(*value.shape, 2),
+    "flat": lambda value: value.new_zeros(()) if value.ndim else value.new_zeros(1),
+    "with more ranks": lambda value: value.new_zeros([size + 40 for size in value.shape] or [2]),
+    "sparse": lambda value: value.to_sparse() if value.ndim else value[None].to_sparse(),
+    "on the meta device": lambda value: value.to("meta"),
+    "a list": lambda value: value.tolist(),
+    "None": lambda value: None,
+}
+"""What a tensor of an update may be replaced by, none of which a model can hold."""
+
+KEYS = [*server().state_dict()]
+
+
+def spoilt(state: dict[str, Tensor], key: str, bad: str) -> dict[str, Tensor]:
+    return state | {key: BAD_VALUES[bad](state[key])}  # type: ignore[dict-item]
+
+
+@given(
+    RANKS.filter(lambda of: all(of.values())), st.sampled_from(KEYS), st.sampled_from([*BAD_VALUES])
+)
+@settings(max_examples=150)
+def test_values_that_a_model_cannot_hold_change_nothing(of: dict, key: str, bad: str) -> None:
+    state = spoilt(client_state(server(), of, 1), key, bad)
+    model, client = server(), decompose(dense(), ranks=2)
+    before, before_client = Snapshot.of(model), Snapshot.of(client)
+    with pytest.raises(MaestroError, match=r"^update 1 has "):
+        aggregate(model, [(client_state(model, FULL, 2), 1.0), (state, 1.0)])
+    with pytest.raises(MaestroError, match=r"^the state has "):
+        receive(client, state)
+    before.assert_unchanged(model)
+    before_client.assert_unchanged(client)
+
+
+Change = Callable[[dict[str, Tensor]], object]
+SPOILT: dict[str, tuple[Change, type[MaestroError], str]] = {
+    "missing": (lambda s: s.pop("3.bias"), LayerError, "only one has 3.bias"),
+    "foreign": (lambda s: s.update(x=torch.ones(1)), LayerError, "only one has x"),
+    "larger": (lambda s: s.update({"5.u": torch.zeros(3, 4), "5.v": torch.zeros(4, 6)}),
+               LayerError, "has 4 ranks of 5, and the model can take 3"),
+    "unpaired": (lambda s: s.update({"3.u": torch.zeros(6, 1)}), LayerError, "1 ranks in"),
+    "variance": (lambda s: s["1.running_var"].neg_(), TrainingError,
+                 "negative values in 1.running_var"),
+    "counter": (lambda s: s["1.num_batches_tracked"].fill_(-1), TrainingError, "negative values"),
+    "large counter": (lambda s: s["1.num_batches_tracked"].fill_(2**63 - 1), TrainingError,
+                      "values that overflow as torch.int64 in 1.num"),
+    "no text": (lambda s: s.update({3: torch.ones(1)}), LayerError, "only one has 3"),  # type: ignore[dict-item]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_refused_update_changes_nothing(case: str) -> None:
+    change, error, match = SPOILT[case]
     state = {key: value.clone() for key, value in leading(server(), 0.5).items()}
     change(state)
-    return state, weight
-
-
-def larger(state: dict[str, Tensor]) -> None:
-    state["5.u"], state["5.v"] = torch.zeros(3, 4), torch.zeros(4, 6)
-
-
-REFUSED = {
-    "nan": (broken(lambda s: s["3.u"].fill_(torch.nan)), TrainingError, "3.u that are not finite"),
-    "missing": (broken(lambda s: s.pop("3.bias")), LayerError, "only one has 3.bias"),
-    "foreign": (broken(lambda s: s.update(x=torch.ones(1))), LayerError, "only one has x"),
-    "larger": (broken(larger), LayerError, "has 4 ranks of 5, the server 3"),
-    "unpaired": (broken(lambda s: s.update({"3.u": torch.zeros(6, 1)})), LayerError, "1 ranks in"),
-    "shape": (broken(lambda s: s.update({"3.bias": torch.zeros(2)})), LayerError, "another model"),
-    "weight": (broken(lambda s: None, 0.0), OptionError, "weight 0.0, which is not above zero"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_refused_update_changes_nothing(case: str) -> None:
-    update, error, match = REFUSED[case]
-    model = server()
-    before = copy.deepcopy(model.state_dict())
+    model, client = server(), decompose(dense(), ranks=1)
+    before, before_client = Snapshot.of(model), Snapshot.of(client)
     with pytest.raises(error, match=match):
-        aggregate(model, [(client_state(model, FULL, 1), 1.0), update])
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        aggregate(model, [(client_state(model, FULL, 1), 1.0), (state, 1.0)])
+    before.assert_unchanged(model)
+    with pytest.raises(error, match=match):
+        receive(client, state)
+    before_client.assert_unchanged(client)
+
+
+@pytest.mark.parametrize(
+    "weight", [0.0, -1.0, float("nan"), float("inf"), True, "3", None, 10**400, 1j], ids=type
+)
+def test_a_weight_that_is_not_finite_and_above_zero_changes_nothing(weight: Any) -> None:
+    model = server()
+    before = Snapshot.of(model)
+    with pytest.raises(OptionError, match=r"update 1 has the weight .*not above zero and finite"):
+        aggregate(model, [(client_state(model, FULL, i), w) for i, w in enumerate((1.0, weight))])
+    before.assert_unchanged(model)
+
+
+@given(
+    st.lists(st.sampled_from([5e-324, 1e-308, 1e-30, 1.0, 1e30, 1e300, 1e308]), min_size=1),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.floats(0.1, 1.0),
+)
+def test_means_by_extreme_weights_are_finite_and_within_the_values(
+    weights: list[float], dtype: torch.dtype, share: float
+) -> None:
+    model, largest = server().to(dtype), torch.finfo(dtype).max
+    states = []
+    for i in range(len(weights)):
+        state = client_state(model, FULL, i)
+        state["3.u"] = torch.full_like(state["3.u"], largest * share * (-1) ** i)
+        states.append(state)
+    before = Snapshot.of(model)
+    if sum(weights) == float("inf"):
+        with pytest.raises(OptionError, match=r"add up to more than 1.8e\+308"):
+            aggregate(model, zip(states, weights, strict=True))
+        before.assert_unchanged(model)
+        return
+    aggregate(model, zip(states, weights, strict=True))
+    for key, value in model.state_dict().items():
+        values = torch.stack([state[key] for state in states]).double()
+        room = 1e-6 * values.abs().amax(0)
+        assert (value.double() <= values.amax(0) + room).all(), key
+        assert (value.double() >= values.amin(0) - room).all(), key
 
 
 def test_a_dense_server_is_refused() -> None:
