@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 
 import maestro_lod as lod
 from maestro_lod.cost import count_params
-from maestro_lod.errors import DataError, OptionError
+from maestro_lod.errors import DataError, LayerError, OptionError
+from maestro_lod.planning import Plan
 from maestro_lod.pretrained.compression import compress
 from maestro_lod.pretrained.outputs import own_scores, scores_loss, values_loss
 from tests.kinds import Tied
@@ -97,16 +99,27 @@ def test_half_precision_stays_half_and_is_healed(dtype):
     assert distance(model, teacher, data[0]) < 0.5
 
 
-def test_a_model_that_is_not_corrected_is_never_there_twice():
-    teacher, data = trained()
-    model, most = copy.deepcopy(teacher), []
+@pytest.mark.parametrize("sequential", [False, True])
+def test_weights_that_are_replaced_are_never_copied(sequential, monkeypatch):
+    model, data = trained()
+    copied, deepcopy = [], nn.Parameter.__deepcopy__
 
-    def note(what: str, done: int, of: int) -> None:
-        most.append(count_params(model))
+    def noted(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        copied.append(parameter)
+        return deepcopy(parameter, memo)
 
-    done = compress(model, data, max_params=0.5, sequential=False, progress=note)
-    assert max(most) == done.dense_params  # not even factors at full rank
-    assert most[-1] == count_params(model) < 0.6 * done.dense_params
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", noted)
+    compress(model, data, max_params=0.5, sequential=sequential)
+    assert [p.ndim for p in copied] == ([1, 1, 1] if sequential else [])  # biases
+
+
+@pytest.mark.parametrize("count", [3, 30])
+def test_the_number_of_plans_does_not_grow_with_the_layers(count, monkeypatch):
+    made, plan = [], Plan.__init__
+    monkeypatch.setattr(Plan, "__init__", lambda *a, **k: (made.append(a), plan(*a, **k))[1])
+    compress(nn.Sequential(*[nn.Linear(8, 8) for _ in range(count)]), [torch.randn(9, 8)],
+             max_params=0.7)  # fmt: skip
+    assert len(made) == 2  # one to calibrate, one to cut
 
 
 class Killed(BaseException):
@@ -142,6 +155,42 @@ def test_a_killed_compression_ends_as_if_it_had_not_been(killed_in, tmp_path):
     assert told == {"decomposing", *again}  # layers are exchanged anew, by factors that were kept
     with pytest.raises(OptionError, match="unfinished work of another call"):
         compress(copy.deepcopy(original), data, max_params=0.4, keep=kept)
+
+
+@pytest.mark.parametrize("stage", ["calibrating", "decomposing", "correcting", "healing"])
+def test_a_failure_in_any_stage_leaves_the_model_as_it_was(stage, snapshot):
+    model = nn.Sequential(nn.Linear(24, 16), nn.BatchNorm1d(16), nn.Linear(16, 24),
+                          nn.TransformerEncoderLayer(24, 2, 24, dropout=0.0))  # fmt: skip
+    before, bias = snapshot(model), model[0].bias
+
+    def fail(what: str, done: int, of: int) -> None:
+        if what == stage and done == of:
+            raise Killed
+
+    data = [torch.randn(64, 24) for _ in range(3)]
+    with pytest.raises(Killed):
+        compress(model, data, max_params=0.5, healing=2, progress=fail)
+    before.assert_unchanged(model)
+    assert model.training
+    compress(model, data, max_params=0.5, healing=2)
+    assert model[0].bias is bias
+    assert "3.self_attn.q" in lod.ranks(model)
+
+
+def test_what_cannot_be_compressed_is_left_as_it_was(snapshot):
+    model, data = trained()
+    before = snapshot(model)
+    with pytest.raises(OptionError, match="cannot be reached"):
+        compress(model, data, max_params=0.01)
+    before.assert_unchanged(model)
+    with torch.no_grad():
+        model[4].weight[0, 0] = torch.nan
+    before = snapshot(model)
+    with pytest.raises(LayerError, match="4 has NaN"):
+        compress(model, data, max_params=0.5)
+    before.assert_unchanged(model)
+    with pytest.raises(LayerError, match="bare Linear"):
+        compress(nn.Linear(24, 24), data, max_params=0.5)
 
 
 def test_nonsense_is_refused_before_anything_changes(snapshot):

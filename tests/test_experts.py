@@ -237,6 +237,17 @@ def test_at_full_rank_the_original_comes_back() -> None:
         assert_same(logits(plain, inputs), logits(model, inputs))
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_a_second_call_decomposes_the_other_stack(family: str) -> None:
+    model, inputs = model_of(family), tokens()
+    expected = logits(model, inputs)
+    for stack in ("gate_up_proj", "down_proj"):
+        lod.decompose(model, only=f"*.experts.{stack}", calibration=[inputs])
+        assert f"model.layers.1.mlp.experts.{stack}" in lod.ranks(model)
+    assert len(stacks(model)) == 4
+    assert_same(logits(model, inputs), expected)
+
+
 def test_it_is_exported_as_one_graph_that_fits_any_choice_of_experts() -> None:
     model = lod.extract(lod.decompose(model_of("Mixtral"), ranks=4))
     experts = model.model.layers[0].mlp.experts

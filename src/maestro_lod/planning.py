@@ -158,9 +158,10 @@ class Plan:
             if row.rank is not None and not row.low_rank
         }
 
-    def structure(self) -> Structure:
-        """Return the structure that the model is to have."""
-        wanted = {name: Form("low-rank", rank) for name, rank in self.wanted().items()}
+    def structure(self, ranks: Mapping[str, int] | None = None) -> Structure:
+        """Return the structure that the model is to have, at the planned ranks or at these."""
+        ranks = self.wanted() if ranks is None else ranks
+        wanted = {name: Form("low-rank", rank) for name, rank in ranks.items()}
         opened = {n: OPENED for n, parts in self.opened.items() if wanted.keys() & set(parts)}
         heads = {head: Form("shared", factors_of=e) for head, e in self.heads.items()}
         return {**structure_of(self._model), **opened, **wanted, **heads}

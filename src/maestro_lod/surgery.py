@@ -83,7 +83,7 @@ def _require_possible(model: nn.Module, plan: Plan) -> dict[str, int]:
         )
     if not wanted and not any(row.low_rank for row in plan.rows.values()):
         raise LayerError(_why_nothing(model, plan))
-    _require_usable_weights({name: plan.dense[name] for name in wanted})
+    require_usable_weights(plan)
     return wanted
 
 
@@ -173,11 +173,11 @@ def _require_not_compiled_alone(model: nn.Module) -> None:
             )
 
 
-def _require_usable_weights(dense: Mapping[str, nn.Module]) -> None:
+def require_usable_weights(plan: Plan) -> None:
     """Collect every layer whose weight cannot be factored, then refuse them together."""
     problems = []
-    for name, module in dense.items():
-        weight = module.weight
+    for name in plan.wanted():
+        weight = plan.dense[name].weight
         assert isinstance(weight, Tensor)
         if weight.is_meta:
             problems.append(f"{name or '(the model itself)'} is on the meta device")

@@ -73,6 +73,8 @@ class Stack(nn.Module):
     Like both other stacks it takes rows in the order of their experts, and whose each row is.
     """
 
+    transposed: bool
+
     def __init__(self, weight: nn.Parameter, *, transposed: bool) -> None:
         super().__init__()
         self.weight, self.transposed = weight, transposed

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import nn
 
 from maestro_lod.cost import Costs
 from maestro_lod.deploy.limits import require_limits
-from maestro_lod.errors import DataError, require_whole
+from maestro_lod.errors import DataError, LayerError, require_whole
 from maestro_lod.handover import copy_on_meta
-from maestro_lod.layers.ranks import unwrapped
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import low_rank_layers, unwrapped
 from maestro_lod.planning import Plan, Tied
 from maestro_lod.pretrained.allocation import energies_of, ranks_within
 from maestro_lod.pretrained.calibration import Batches, Calibration, calibrate, split_batch
@@ -22,8 +25,8 @@ from maestro_lod.pretrained.healing import heal
 from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.outputs import SoftLoss, own_outputs
 from maestro_lod.pretrained.sequential import correct
-from maestro_lod.structure import restructure, uninitialized
-from maestro_lod.surgery import decompose
+from maestro_lod.structure import Fill, restructure, structure_of, uninitialized
+from maestro_lod.surgery import require_usable_weights
 from maestro_lod.train.evaluate import Loss, recalibrate
 
 Progress = Callable[[str, int, int], None]
@@ -65,7 +68,8 @@ def compress(
     target)` says how much outputs count; by default the model's own, which need no targets:
     `maestro_lod.pretrained.outputs.own_scores` is better for class scores that are a plain tensor.
     `sequential` fits the layers in order to the original, `healing` is for so many steps, with
-    `soft_loss` as in `heal`. Both hold a copy of the original; without them nothing is there twice.
+    `soft_loss` as in `heal`. The low-rank layers are made beside the dense ones, which they replace
+    at the very end: until then, and after any failure, the model is as it was.
     `keep` is a directory for what is finished: after a kill the same call goes on there.
     """
     require_limits({"max_params": max_params})
@@ -75,57 +79,59 @@ def compress(
     said = {"max_params": max_params, "tied": tied, "sequential": sequential,
             "healing": require_whole("healing", healing)}  # fmt: skip
     kept = Kept(keep, {**said, "batches": len(data)})
-    teacher = copy.deepcopy(model) if sequential or healing else None
-    done = _cut(model, data, max_params, loss, tied, kept, progress)
-    if teacher is not None and sequential:
-        _correct(model, teacher, data, done.seen, kept, progress)
+    plan = Plan(model, only=None, skip=None, ranks=None, tied=tied)
+    require_usable_weights(plan)
+    _require_inside(model, plan)
+    seen = calibrate(model, _Counted(data, progress), loss=loss, tied=tied, kept=kept)
+    ranks, costs = _chosen(model, plan, max_params, seen, kept)
+    replaced = (plan.dense[name].weight for name in ranks)
+    shared = replaced if sequential or healing else model.parameters()
+    compressed = copy.deepcopy(model, {id(weight): weight for weight in shared})
+    restructure(
+        compressed, plan.structure(ranks), fill=_counting(seen.fill(), len(ranks), progress)
+    )
+    if sequential:
+        _correct(compressed, model, data, seen, kept, progress)
     else:
-        recalibrate(model, [(split_batch(batch)[0], None) for batch in data])
-    if teacher is not None and healing:
-        heal(model, data, teacher=teacher, steps=healing, soft_loss=soft_loss,
+        recalibrate(compressed, [(split_batch(batch)[0], None) for batch in data])
+    if healing:
+        heal(compressed, data, teacher=model, steps=healing, soft_loss=soft_loss,
              checkpoint=kept.file("healing"),
              progress=lambda step, _: progress("healing", step, healing))  # fmt: skip
-    return Compressed(done.ranks, done.costs.at(done.ranks).params, done.costs.dense.params)
+    _take_over(model, compressed)
+    return Compressed(ranks, costs.at(ranks).params, costs.dense.params)
 
 
-class _Cut(NamedTuple):
-    """What is known of a model that was cut."""
-
-    ranks: dict[str, int]
-    costs: Costs
-    seen: Calibration
-
-
-def _cut(
-    model: nn.Module,
-    data: list[Any],
-    max_params: float,
-    loss: Loss,
-    tied: Tied,
-    kept: Kept,
-    progress: Progress,
-) -> _Cut:
-    """Calibrate a model, choose the ranks that lose least, and decompose it to those."""
-    seen = calibrate(model, _Counted(data, progress), loss=loss, tied=tied, kept=kept)
-    ranks, costs = _chosen(model, max_params, tied, seen, kept)
-    for number, (name, rank) in enumerate(ranks.items()):  # a layer is gone before the next is made
-        decompose(model, only=lambda layer, _, name=name: layer == name, ranks={name: rank},
-                  tied=tied, calibration=seen)  # fmt: skip
-        progress("decomposing", number + 1, len(ranks))
-    return _Cut(ranks, costs, seen)
+def _require_inside(model: nn.Module, plan: Plan) -> None:
+    if "" in plan.wanted():
+        raise LayerError(
+            f"the model is a bare {type(model).__name__}, which cannot change in place. Compress "
+            "the model that contains it, or nn.Sequential(layer)."
+        )
 
 
 def _chosen(
-    model: nn.Module, max_params: float, tied: Tied, seen: Calibration, kept: Kept
+    model: nn.Module, plan: Plan, max_params: float, seen: Calibration, kept: Kept
 ) -> tuple[dict[str, int], Costs]:
     """Return the ranks that lose least within a limit, and what the model costs at any ranks."""
-    plan = Plan(model, only=None, skip=None, ranks=None, tied=tied)
     costs = Costs(restructure(copy_on_meta(model), plan.structure(), fill=uninitialized), None)
     layers = {name: plan.dense[name] for name in plan.wanted()}
     ranks: dict[str, int] = kept.part(
         "ranks", lambda: ranks_within(max_params, costs, energies_of(layers, seen))
     )
     return ranks, costs
+
+
+def _counting(fill: Fill, count: int, progress: Progress) -> Fill:
+    """Return a fill that reports each layer that is done."""
+    done = itertools.count(1)
+
+    def filled(name: str, dense: nn.Module, rank: int) -> LowRank:
+        layer = fill(name, dense, rank)
+        progress("decomposing", next(done), count)
+        return layer
+
+    return filled
 
 
 def _correct(
@@ -142,6 +148,26 @@ def _correct(
         return model.state_dict()
 
     model.load_state_dict(kept.part("corrected", corrected))
+
+
+@torch.no_grad()
+def _take_over(model: nn.Module, compressed: nn.Module) -> None:
+    """Give a model, in place, the layers and values of its compressed copy."""
+    made = low_rank_layers(compressed)
+
+    def fill(name: str, dense: nn.Module, rank: int) -> LowRank:
+        layer = uninitialized(name, dense, rank)
+        layer.u.data, layer.v.data = made[name].u.data, made[name].v.data
+        return layer
+
+    restructure(model, structure_of(compressed), fill=fill)
+    for mine, others in (
+        (model.named_parameters(), compressed.named_parameters()),
+        (model.named_buffers(), compressed.named_buffers()),
+    ):
+        values = dict(others)
+        for name, tensor in mine:
+            tensor.copy_(values[name])
 
 
 class _Counted:
