@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import pickle
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from maestro_lod.errors import CheckpointError, DataError
+from maestro_lod.integrations.huggingface import from_pretrained
 from maestro_lod.pretrained.directory import open_model, read_texts, text_batches
 from tests.directories import WORDS, write_bert, write_llama, write_texts
 
@@ -59,11 +63,117 @@ def test_pickled_weights_are_refused_and_not_read(bert):
     assert not (bert / "ran").exists()
 
 
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a directory."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+QUERY = "encoder.layer.1.attention.self.query.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop(QUERY), f"missing: {QUERY}. "),
+        (lambda t: t.update({f"x.{QUERY}": t.pop(QUERY)}), f"not of this model: x.{QUERY}."),
+        (lambda t: t.update({QUERY: torch.zeros(3, 3)}), f"of another shape: {QUERY}."),
+        (lambda t: t.update({"foreign": torch.zeros(2)}), "BertModel, .*: not of this model: fore"),
+        (lambda t: [t.pop(f"pooler.dense.{k}") for k in ("weight", "bias")],
+         "missing: pooler.dense.bias, pooler.dense.weight. "),
+    ],
+    ids=["missing", "renamed", "shape", "foreign", "pooler"],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused_by_name(bert, change, says, capsys):
+    rewrite(bert, change)
+    capsys.readouterr()
+    with pytest.raises(CheckpointError, match=says):
+        open_model(bert)
+    assert "REPORT" not in capsys.readouterr().err  # the error says it all
+
+
+def test_a_head_that_the_files_lack_is_refused(bert):
+    config = json.loads((bert / "config.json").read_text())
+    config["architectures"] = ["BertForSequenceClassification"]
+    (bert / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"missing: classifier.bias, classifier.weight\."):
+        open_model(bert)
+
+
+def test_names_that_transformers_itself_knows_are_read(bert):
+    expected = open_model(bert).state_dict()
+    rewrite(bert, lambda t: t.update({f"bert.{key}": t.pop(key) for key in list(t)}))
+    torch.testing.assert_close(dict(open_model(bert).state_dict()), dict(expected))
+    rewrite(bert, lambda t: t.update({"bert.embeddings.position_ids": torch.arange(64)[None]}))
+    torch.testing.assert_close(dict(open_model(bert).state_dict()), dict(expected))
+
+
+@pytest.mark.parametrize("read", [open_model, from_pretrained])
+@pytest.mark.parametrize("name", ["w.bin", "../w.safetensors", "{outside}", "a/w.safetensors", 3])
+def test_an_index_names_safetensors_files_of_its_directory_alone(llama, read, name, tmp_path):
+    outside = tmp_path / "w.safetensors"
+    index = json.loads((llama / "model.safetensors.index.json").read_text())
+    key, file = next(iter(index["weight_map"].items()))
+    (llama / "a").mkdir()
+    for place in (outside, llama / "w.bin", llama / "a" / "w.safetensors"):
+        shutil.copy(llama / file, place)
+    index["weight_map"][key] = name.format(outside=outside) if isinstance(name, str) else name
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"is not a safetensors file in it|maps no tensors"):
+        read(llama)
+
+
+def test_links_lead_nowhere_but_to_the_blobs_of_a_hub(bert, tmp_path):
+    model, outside = bert / "model.safetensors", tmp_path / "w.safetensors"
+    model.rename(outside)
+    model.symlink_to(outside)
+    for read in (open_model, from_pretrained):
+        with pytest.raises(CheckpointError, match="is a link to a file outside"):
+            read(bert)
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "1f"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate([outside, bert / "config.json"]):
+        shutil.copy(file, blobs / str(number))
+    (snapshot / "model.safetensors").symlink_to(Path("..", "..", "blobs", "0"))
+    (snapshot / "config.json").symlink_to(Path("..", "..", "blobs", "1"))
+    assert open_model(snapshot).num_parameters() > 0
+
+
+def test_no_code_comes_with_a_directory(bert, texts, monkeypatch):
+    def asked(*_: object) -> str:
+        raise AssertionError("a question")
+
+    monkeypatch.setattr("builtins.input", asked)
+    (bert / "evil.py").write_text(f"open({str(bert / 'ran')!r}, 'w')\n")
+    config = json.loads((bert / "config.json").read_text())
+    code = {"auto_map": {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.Tokens", None]}}
+    tokens = json.loads((bert / "tokenizer_config.json").read_text()) | code
+    (bert / "tokenizer_config.json").write_text(json.dumps(tokens))
+    kernels = {"attn_implementation": "evil/kernels"}
+    (bert / "config.json").write_text(json.dumps(config | code | kernels))
+    open_model(bert)
+    assert text_batches(texts["txt"], bert)
+    (bert / "config.json").write_text(json.dumps(config | code | {"model_type": "evil"}))
+    for read in (open_model, from_pretrained, lambda at: text_batches(texts["txt"], at)):
+        with pytest.raises(CheckpointError, match=r"config\.json cannot be read .*custom code"):
+            read(bert)
+    assert not (bert / "ran").exists()
+
+
+def test_an_adapter_is_not_left_out_silently(bert):
+    (bert / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+    with pytest.raises(CheckpointError, match="Merge it into its model first"):
+        open_model(bert)
+
+
 def test_directories_that_hold_no_model_are_refused(bert, tmp_path):
     with pytest.raises(CheckpointError, match="has no config"):
         open_model(tmp_path)
     (bert / "model.safetensors").write_bytes(b"12345678")
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         open_model(bert)
     (bert / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has no weights"):

@@ -15,18 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from maestro_lod.checkpoint import load, save
 from maestro_lod.errors import CheckpointError, LayerError
-from maestro_lod.integrations.stock_directories import is_stock, load_stock
+from maestro_lod.integrations.model_directory import (
+    CONFIG,
+    LOD_WEIGHTS,
+    architecture_of,
+    has_weights,
+    read_config,
+    read_generation_config,
+)
+from maestro_lod.integrations.stock_directories import load_stock
 from maestro_lod.layers.ranks import Ranks, require_low_rank
 from maestro_lod.layers.uses import role_of
-
-# Not "model.safetensors": the stock loader would take it and initialize low-rank layers randomly.
-_WEIGHTS, _CONFIG, _GENERATION = "lod.safetensors", "config.json", "generation_config.json"
 
 
 def save_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -48,7 +52,7 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None
             _config_of(model).save_pretrained(written)
             if model.can_generate() and model.generation_config is not None:
                 model.generation_config.save_pretrained(written)
-            save(model, written / _WEIGHTS)
+            save(model, written / LOD_WEIGHTS)
             for file in sorted(written.iterdir()):
                 file.replace(directory / file.name)
     except OSError as error:
@@ -89,38 +93,20 @@ def from_pretrained(
     `maestro_lod.load`; `dtype` is that of the saved model unless given.
     """
     directory = Path(directory)
-    stock = not (directory / _WEIGHTS).is_file() and is_stock(directory)
-    for needed in (_CONFIG,) if stock else (_CONFIG, _WEIGHTS):
+    stock = not (directory / LOD_WEIGHTS).is_file() and has_weights(directory)
+    for needed in (CONFIG,) if stock else (CONFIG, LOD_WEIGHTS):
         if not (directory / needed).is_file():
             raise CheckpointError(
                 f"{directory} has no {needed}. Give a directory that save_pretrained wrote."
             )
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{directory / _CONFIG} cannot be read ({reason}).") from error
+    config = read_config(directory)
     kind: Any = architecture_of(config, directory)  # its methods are not annotated
     model: PreTrainedModel = kind._from_config(config, dtype=dtype or config.dtype).eval()
     if stock:
         load_stock(model, directory, ranks)
     else:
-        load(directory / _WEIGHTS, into=model, ranks=ranks)
+        load(directory / LOD_WEIGHTS, into=model, ranks=ranks)
     if _shares_head(model):
         model.config.tie_word_embeddings = False
-    if (directory / _GENERATION).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    read_generation_config(model, directory)
     return model
-
-
-def architecture_of(config: PreTrainedConfig, directory: Path) -> type[PreTrainedModel]:
-    """Return the class of the model that a directory holds, one of the installed transformers."""
-    name = (config.architectures or ["none"])[0]
-    found = getattr(transformers, name, None)
-    if isinstance(found, type) and issubclass(found, PreTrainedModel):
-        return found
-    raise CheckpointError(
-        f"{directory / _CONFIG} names the architecture {name!r}, which transformers "
-        f"{transformers.__version__} does not have. Build the model yourself and call "
-        f"maestro_lod.load({_WEIGHTS!r}, into=model)."
-    )

@@ -7,33 +7,24 @@ and `1.weight` of two plain ones in the place of one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from maestro_lod.errors import CheckpointError, OptionError, listed
+from maestro_lod.integrations.model_directory import read_weights
 from maestro_lod.layers.ranks import Ranks, low_rank_layers, match_ranks, resolve
 from maestro_lod.layers.registry import low_rank_type
 from maestro_lod.structure import Form, Structure, restructure, uninitialized
 
-WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def is_stock(directory: Path) -> bool:
-    """Say whether transformers itself has written weights to a directory."""
-    return (directory / WEIGHTS).is_file() or (directory / _INDEX).is_file()
-
 
 def load_stock(model: PreTrainedModel, directory: Path, ranks: Ranks | None) -> None:
     """Load such a directory into the dense model, in place: its layers become as they were."""
-    tensors = _tensors(directory)
+    tensors = read_weights(directory)
     structure = _structure(model, tensors, directory)
     restructure(model, structure, fill=uninitialized)
     state = _by_own_names(model, tensors, directory)
@@ -44,21 +35,6 @@ def load_stock(model: PreTrainedModel, directory: Path, ranks: Ranks | None) -> 
         model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{directory} is of another model. {error}") from None
-
-
-def _tensors(directory: Path) -> dict[str, Tensor]:
-    files = [WEIGHTS]
-    try:
-        if not (directory / WEIGHTS).is_file():
-            index = json.loads((directory / _INDEX).read_text())
-            files = sorted(set(index["weight_map"].values()))
-        return {
-            key: value
-            for file in files
-            for key, value in safetensors.torch.load_file(directory / Path(file).name).items()
-        }
-    except (OSError, ValueError, LookupError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"the weights in {directory} cannot be read ({error}).") from error
 
 
 def _saved_keys(model: PreTrainedModel) -> dict[str, str]:

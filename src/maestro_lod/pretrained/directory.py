@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import StringIO
@@ -15,16 +16,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from safetensors import SafetensorError
+import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from maestro_lod.errors import CheckpointError, DataError, listed
 from maestro_lod.installing import install
-from maestro_lod.integrations.huggingface import architecture_of
+from maestro_lod.integrations.model_directory import (
+    architecture_of,
+    first_line,
+    read_config,
+    read_generation_config,
+    read_weights,
+)
 
-CONFIG = "config.json"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TEXTS = (".txt", ".jsonl", ".parquet")
 _PIECE = 2**16  # characters
 
@@ -32,43 +37,52 @@ _PIECE = 2**16  # characters
 def open_model(directory: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return the model of a directory, in eval mode; nothing is downloaded, no pickle is read.
 
-    The architecture is one of the installed transformers. `dtype` is that of the file unless given.
+    The architecture is one of the installed transformers, and every tensor of it is in the files:
+    missing, foreign and differently shaped ones are refused. `dtype` is that of the file unless
+    given.
     """
-    _require_model(directory)
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory / CONFIG} cannot be read ({_line(error)}).") from error
+    config = read_config(directory)
     kind: Any = architecture_of(config, directory)
+    weights = read_weights(directory)
     try:
-        loaded = kind.from_pretrained(
-            directory, config=config, dtype=dtype or "auto", local_files_only=True,
-            use_safetensors=True,
-        )  # fmt: skip
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{directory} cannot be loaded ({_line(error)}).") from error
+        with _without_report():
+            loaded, found = kind.from_pretrained(
+                None, config=config, state_dict=weights, dtype=dtype or "auto",
+                local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:  # of another library, for content of other people
+        raise CheckpointError(f"{directory} cannot be loaded ({first_line(error)}).") from error
+    _require_all_tensors(found, directory, kind.__name__)
     model: PreTrainedModel = loaded.eval()
+    read_generation_config(model, directory)
     return model
 
 
-def _require_model(directory: Path) -> None:
-    if not (directory / CONFIG).is_file():
-        raise CheckpointError(f"{directory} has no {CONFIG}: it is no transformers model.")
-    files = sorted(directory.iterdir())
-    if any(file.suffix == ".safetensors" for file in files):
-        return
-    pickled = [file.name for file in files if file.suffix in _PICKLED]
-    if pickled:
+def _require_all_tensors(found: dict[str, Any], directory: Path, kind: str) -> None:
+    """Refuse weights of which some would be left out, or filled with random values."""
+    wrong = {
+        "missing": found["missing_keys"],
+        "not of this model": found["unexpected_keys"],
+        "of another shape": {key for key, *_ in found["mismatched_keys"]},
+    }
+    if any(wrong.values()):
+        lists = "; ".join(f"{what}: {listed(sorted(keys))}" for what, keys in wrong.items() if keys)
         raise CheckpointError(
-            f"{directory} holds pickled weights only ({listed(pickled)}), which can run code when "
-            "they are read. Load them where you trust them, and write safetensors: "
-            "AutoModel.from_pretrained(…).save_pretrained(…)."
+            f"{directory} does not hold the tensors of {kind}, its architecture: {lists}. Load it "
+            "with transformers, make the model what it should be, and save it: "
+            "model.save_pretrained(…)."
         )
-    raise CheckpointError(f"{directory} has no weights: no safetensors file is there.")
 
 
-def _line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Let transformers say nothing of missing tensors: an error does."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
 
 
 def text_batches(
@@ -79,10 +93,10 @@ def text_batches(
     A model that continues text gets windows of `length` tokens from all texts one after the other,
     any other the texts themselves, cut to that length, those of about one length together.
     """
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    kind = architecture_of(read_config(directory), directory)
     tokenizer: Any = _tokenizer(directory)
     texts = read_texts(file)
-    if "CausalLM" in (config.architectures or [""])[0]:
+    if "CausalLM" in kind.__name__:
         return _windows(tokenizer, texts, file, length, batch, most)
     chosen = sorted((text for _, text in zip(range(batch * most), texts, strict=False)), key=len)
     return [
@@ -96,11 +110,13 @@ def text_batches(
 
 def _tokenizer(directory: Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise DataError(
-            f"{directory} has no tokenizer that can be read ({_line(error)}). Give the data as "
-            "module:function, which returns batches of token ids."
+            f"{directory} has no tokenizer that can be read ({first_line(error)}). Give the data "
+            "as module:function, which returns batches of token ids."
         ) from error
 
 
