@@ -182,6 +182,13 @@ class Record:
             self.keep("extracted", small.state_dict())
             self.said["modules"] = [type(module).__name__ for module in small.modules()]
 
+    def forget(self, steps: int) -> None:
+        """Leave out the first steps, as if the run had been resumed after them."""
+        self.losses = self.losses[steps:]
+        before = [ranks for step, ranks in self.ranks if step <= steps + 1]
+        after = [[step - steps, ranks] for step, ranks in self.ranks if step > steps + 1]
+        self.ranks = [[1, before[-1]], *after]
+
     def write(self) -> None:
         text = json.dumps({"losses": self.losses, "ranks": self.ranks, "said": self.said})
         (self.directory / "record.json").write_text(text)
@@ -553,7 +560,7 @@ RUNS: dict[str, Callable[[Record], None]] = {
     "elastic, sgd": lambda r: trained(r, elastic=0.2, seed=3),
     "elastic, adamw": lambda r: trained(r, optimizer="adamw", elastic=0.2, seed=3),
     "recurrent (LSTM)": lambda r: trained(
-        r, Recurrent, values(5, 12), "adam", **(LAMBDA | {"penalty": 0.2})
+        r, Recurrent, values(5, 12), "adam", **(PROXIMAL | {"penalty": 2.0})
     ),
     "recurrent (GRU), budget": lambda r: trained(
         r, lambda: Recurrent(nn.GRU), values(5, 12), "adam", budget={"params": 0.5}, seed=3
@@ -717,7 +724,7 @@ def of_state(**how: Any) -> Files:
 
     def whole(record: Record, directory: Path) -> None:
         record.keep_model(fitted(how))
-        record.losses = record.losses[STOPPED_AFTER["halfway"] :]
+        record.forget(STOPPED_AFTER["halfway"])
 
     def stopped(directory: Path) -> None:
         fitted(how, directory / "state.safetensors", save=True)
