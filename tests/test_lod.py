@@ -8,6 +8,7 @@ import io
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -1160,9 +1161,29 @@ def test_a_with_block_inside_a_begun_step_leaves_that_step_as_it_was():
     drawn = train.begin_step()
     with pytest.raises(TrainingError, match="has begun already"), train.step():
         pass
-    active = {name: layers(model)[name]._active for name in drawn}
+    active = {name: layers(model)[name].active_rank for name in drawn}
     assert active == drawn
     train.end_step()
+
+
+def test_a_copy_taken_inside_a_step_runs_at_all_ranks():
+    model = low_rank_model()
+    train, (x, _) = LoD(model, sgd(model)), batch(0, 0)
+    full = model(x)
+    with train.step():
+        copied = copy.deepcopy(model)
+        model(x)
+        assert torch.equal(copied(x), full)
+    assert torch.equal(copied(x), full)
+
+
+def test_a_step_that_ends_in_another_thread_than_it_began_in_is_refused():
+    model = low_rank_model()
+    train = LoD(model, sgd(model))
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(train.begin_step).result()
+    with pytest.raises(TrainingError, match="another thread"):
+        train.end_step()
 
 
 def pieces(model: nn.Module, kind: str) -> None:

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
+import copy
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import maestro_lod as lod
@@ -249,6 +258,114 @@ def test_recomputed_forwards_see_the_same_ranks_when_backward_is_covered(reentra
         expected = torch.autograd.grad(model(x).square().sum(), model[0].u)[0]
         checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
     torch.testing.assert_close(model[0].u.grad, expected)
+
+
+def many_checkpoints(model: nn.Module, x: Tensor, depth: int) -> Tensor:
+    """Run a model inside of checkpoints; from 60 on torch goes back in another thread."""
+    if depth == 0:
+        return model(x)
+    return checkpoint(many_checkpoints, model, x, depth - 1, use_reentrant=True)
+
+
+@pytest.mark.parametrize("depth", [1, 62])
+def test_a_backward_in_threads_of_torch_sees_the_same_ranks(depth: int) -> None:
+    model, x = lod.decompose(nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
+    threads = set()
+    model.register_forward_hook(lambda *_: threads.add(threading.get_ident()))
+    with lod.at_ranks(model, 2):
+        expected = torch.autograd.grad(model(x).square().sum(), model.u)[0]
+        many_checkpoints(model, x, depth).square().sum().backward()
+    assert (len(threads) > 1) == (depth > 60)
+    torch.testing.assert_close(model.u.grad, expected)
+
+
+# -- several threads and tasks -----------------------------------------------------------------
+
+
+def test_ten_thousand_answers_from_eight_threads_have_the_size_that_was_asked_for() -> None:
+    model, x = model_of_three(), torch.randn(2, 8)
+    answers = []
+    with torch.no_grad():
+        for rank in range(7):
+            with lod.at_ranks(model, rank):
+                answers.append(model(x))
+    lod.set_ranks(model, 5)  # for those who do not ask
+
+    def wrong(seed: int) -> int:
+        sizes, count = random.Random(seed), 0
+        with torch.no_grad():
+            for _ in range(1250):
+                rank = sizes.randrange(8)
+                with contextlib.nullcontext() if rank == 7 else lod.at_ranks(model, rank):
+                    answer = model(x)
+                count += not torch.equal(answer, answers[5 if rank == 7 else rank])
+        return count
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(wrong, range(8))) == 0
+    assert active(model) == [5, 5, 4]
+
+
+def test_tasks_of_asyncio_have_sizes_of_their_own() -> None:
+    model = model_of_three()
+
+    async def ranks_at(rank: int) -> list[list[int]]:
+        seen = []
+        with lod.at_ranks(model, rank):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                seen.append(active(model))
+        return [*seen, active(model)]
+
+    async def both() -> list[list[list[int]]]:
+        return await asyncio.gather(ranks_at(1), ranks_at(3))
+
+    for rank, seen in zip((1, 3), asyncio.run(both()), strict=True):
+        assert seen == [[rank] * 3] * 3 + [[6, 6, 4]]
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+def test_a_new_thread_begins_outside_of_the_block_unless_it_is_handed_the_context() -> None:
+    model = model_of_three()
+    with lod.at_ranks(model, 2):
+        assert in_a_thread(lambda: active(model)) == [6, 6, 4]
+        context = contextvars.copy_context()
+        assert in_a_thread(lambda: context.run(active, model)) == [2, 2, 2]
+        # nn.DataParallel hands copies of the layers to its threads
+        replica = model[0]._replicate_for_data_parallel()
+        replica.u, replica.v = model[0].u, model[0].v
+        assert in_a_thread(lambda: replica.active_rank) == 2
+
+
+def test_copies_keep_what_was_set_and_not_what_a_block_asks_for() -> None:
+    model = model_of_three()
+    lod.set_ranks(model, 4)
+    with lod.at_ranks(model, 2):
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert active(copied) == [4, 4, 4]
+            assert copied[0]._limit == 4  # which compiled code reads
+        assert active(model) == [2, 2, 2]
+        assert model[0]._limit == 2
+
+
+def test_compiled_code_refuses_sizes_of_two_threads() -> None:
+    model = model_of_three()
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.randn(2, 8))
+    with lod.at_ranks(model, 2):
+        for use in (lambda: lod.at_ranks(model, 3).__enter__(), lambda: lod.set_ranks(model, 3)):
+            with pytest.raises(RankError, match=r"one size at a time.*extract"):
+                in_a_thread(use)
+        with lod.at_ranks(model, 3):
+            assert model[0]._limit == 3
+        assert [layer._limit for layer in model] == [2, 2, 2]
+    assert in_a_thread(lambda: lod.set_ranks(model, 3)) is None
+    assert active(model) == [3, 3, 3]
+    torch._dynamo.reset()
 
 
 def test_set_ranks_stays_until_it_is_set_again(snapshot):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from maestro_lod.errors import RankError
+from maestro_lod.layers.active import Block, active_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,10 +75,13 @@ class Factors(nn.Module):
         u_kernel, v_kernel = math.prod(u.shape[2:]), math.prod(v.shape[2:])
         self.matrix_shape = (u.shape[0] // groups * u_kernel, v.shape[1] // groups * v_kernel)
         self.positions = None
-        self._active: int | None = None
+        self._active: int | None = None  # where no block of the running context says otherwise
         self._trainable: tuple[bool, bool] | None = None  # of factors that are frozen while empty
-        # The same number for compiled graphs: as a tensor it can change without a new graph. No
-        # buffer, which averaged copies would take over and `to_empty` would leave undefined.
+        self._compiled = False
+        self._blocks: list[tuple[int, int]] = []  # open in any context: their ids and ranks
+        # The last of these ranks for compiled graphs, or else the active one: as a tensor it can
+        # change without a new graph. No buffer, which averaged copies would take over and
+        # `to_empty` would leave undefined.
         self._limit = _changeable(_NO_LIMIT, u.device)
 
     @classmethod
@@ -148,16 +152,71 @@ class Factors(nn.Module):
     @property
     def active_rank(self) -> int:
         """How many of the stored ranks the forward uses."""
-        return self.rank if self._active is None else min(self._active, self.rank)
+        active = self._chosen_rank()
+        return self.rank if active is None else min(active, self.rank)
+
+    def _chosen_rank(self) -> int | None:
+        """Return the rank chosen in the running context or else for all; None: every rank."""
+        for block in reversed(active_blocks()):
+            if self in block:
+                return block[self]
+        return self._active
 
     def activate(self, rank: int | None) -> None:
-        """Use only the first `rank` ranks from now on; None uses all. See `at_ranks`."""
-        if rank is not None and not 0 <= rank <= self.rank:
-            raise RankError(f"active rank {rank} is not between 0 and the stored rank {self.rank}.")
+        """Use only the first `rank` ranks from now on, in all contexts; None uses all."""
         if rank is not None:
-            self.require_order(rank)
+            self.require_active(rank)
+        self._require_one_context()
         self.__dict__["_active"] = rank  # past nn.Module's slow setattr
-        self._limit.fill_(_NO_LIMIT if rank is None else rank)
+        self._set_limit()
+
+    def require_active(self, rank: int) -> None:
+        """Refuse an active rank that the layer cannot have."""
+        if not 0 <= rank <= self.rank:
+            raise RankError(f"active rank {rank} is not between 0 and the stored rank {self.rank}.")
+        self.require_order(rank)
+
+    def enter(self, block: Block) -> None:
+        """Note that a block of some context gives this layer a rank."""
+        self._require_one_context()
+        self._blocks.append((id(block), block[self]))
+        self._set_limit()
+
+    def leave(self, block: Block) -> None:
+        """Note the end of a block that was entered."""
+        self._blocks.remove((id(block), block[self]))
+        self._set_limit()
+
+    def _require_one_context(self) -> None:
+        """Refuse ranks of several contexts in compiled code, which reads them from the layer."""
+        if self._compiled and self._blocks:
+            mine = {id(block) for block in active_blocks()}
+            if any(block not in mine for block, _ in self._blocks):
+                raise RankError(
+                    "a compiled model runs at one size at a time, and another thread or task is "
+                    "inside at_ranks. Run the model uncompiled, or extract a model for each size."
+                )
+
+    def _set_limit(self) -> None:
+        self._limit.fill_(self._compiled_rank())
+
+    def _compiled_rank(self) -> int:
+        rank = self._active
+        for _, rank in self._blocks[-1:]:  # noqa: B007
+            pass
+        return _NO_LIMIT if rank is None else rank
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or unpickled layer, which is inside of no block."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._blocks = []
+        self._set_limit()
+
+    def _replicate_for_data_parallel(self) -> Self:
+        """Return what `nn.DataParallel` runs in a thread of its own, at the ranks of this one."""
+        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica.__dict__["_active"] = self._chosen_rank()
+        return replica
 
     def require_order(self, rank: int) -> None:
         """Refuse to use fewer ranks than there are while the layer is trained as its weight."""
@@ -176,8 +235,7 @@ class Factors(nn.Module):
     def _place_limit(self) -> None:
         """Keep the active rank that compiled graphs read beside the factors."""
         if self._limit.device != self.u.device:
-            rank = _NO_LIMIT if self._active is None else self._active
-            self._limit = _changeable(rank, self.u.device)
+            self._limit = _changeable(self._compiled_rank(), self.u.device)
 
     def _active_factors(self) -> tuple[Tensor, Tensor]:
         u, v = self.u, self.v  # once each: nn.Module looks parameters up slowly
@@ -189,14 +247,16 @@ class Factors(nn.Module):
         if self.identity == "v":
             return u, _untrained(v)
         if torch.compiler.is_compiling():
+            self._compiled = True
             # A slice would make a new graph for every rank, a mask on the smaller side does not.
             mask = (torch.arange(stored, device=u.device) < self._limit).to(u.dtype)
             return u * mask.view(-1, *[1] * (u.ndim - 2)), v
-        if self._active is None or self._active >= stored:
+        active = self._chosen_rank()
+        if active is None or active >= stored:
             return u, v
-        if self._active == 0:
+        if active == 0:
             return self._zero_rank()
-        return u[:, : self._active], v[: self._active]
+        return u[:, :active], v[:active]
 
     def note_positions(self, positions: int) -> None:
         """Remember where the weight is applied; also says that the layer has run."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from maestro_lod.errors import LayerError, RankError, listed, nearest
+from maestro_lod.layers.active import block_of
 from maestro_lod.layers.lowrank import LowRank
 
 Ranks = int | float | Mapping[str, int | float]
@@ -148,8 +149,12 @@ def at_ranks(model: nn.Module, ranks: Ranks) -> Iterator[nn.Module]:
     """Run the submodel at these ranks inside the `with` block, without a copy.
 
     `ranks` as for `decompose`: a share is one of the full rank, whatever is stored. Layers that are
-    not named stay as they are. What was active before is restored on leaving,
-    whatever happens. Cover the backward too: activation checkpointing runs the forward again.
+    not named stay as they are. Cover the backward too: activation checkpointing runs the forward
+    again.
+
+    The ranks belong to the running context: other threads, and other tasks of asyncio, go on at
+    their own, and a thread that is started inside the block begins outside of it. `torch.compile`
+    keeps one size at a time: two such blocks in two threads are then refused.
     """
     layers = require_low_rank(model)
     chosen = resolve(ranks, _limits(layers))
@@ -161,7 +166,8 @@ def set_ranks(model: nn.Module, ranks: Ranks | None) -> None:
     """Run the submodel at these ranks from now on, in place and without a copy; None: all ranks.
 
     Nothing is computed or moved, so a server can change its size between two requests. Layers that
-    are not named use all their ranks.
+    are not named use all their ranks. This is a property of the model: it holds in all threads, but
+    not inside of `at_ranks`, and copies and pickles keep it.
     """
     layers = require_low_rank(model)
     chosen = {} if ranks is None else resolve(ranks, _limits(layers))
@@ -171,14 +177,12 @@ def set_ranks(model: nn.Module, ranks: Ranks | None) -> None:
 
 @contextmanager
 def activated(active: Mapping[LowRank, int]) -> Iterator[None]:
-    """Set the active ranks of some layers for the `with` block, then restore them."""
-    before = {layer: layer._active for layer in active}
-    try:
-        for layer, rank in active.items():
-            layer.activate(rank)
+    """Run some layers at these ranks inside the `with` block, in the running context alone."""
+    for layer, rank in active.items():
+        layer.require_active(rank)
+    block = dict(active)
+    with ExitStack() as left, block_of(block):
+        for layer in block:
+            layer.enter(block)
+            left.callback(layer.leave, block)
         yield
-    finally:
-        for layer, rank_before in before.items():
-            # a shrink inside the block may have left fewer ranks than were active before
-            keep = rank_before is not None and rank_before <= layer.rank
-            layer.activate(rank_before if keep else None)

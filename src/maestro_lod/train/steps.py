@@ -85,7 +85,13 @@ class SampledSteps:
         """Make all ranks active again and count the step."""
         if self._active is None:
             raise TrainingError("no step has begun: begin_step() comes before end_step().")
+        missed = any(layer.active_rank != min(r, layer.rank) for layer, r in self._drawn.items())
         self._deactivate()
+        if missed:
+            raise TrainingError(
+                "end_step() was called where the ranks of begin_step() are not active, such as in "
+                "another thread. Call both, and forward and backward, in the same one."
+            )
         self.count += 1
         self.whole += self._whole_step
         ran = [name for name, layer in self._unseen.items() if layer.positions is not None]
