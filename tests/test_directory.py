@@ -121,7 +121,7 @@ def test_an_index_names_safetensors_files_of_its_directory_alone(llama, read, na
         shutil.copy(llama / file, place)
     index["weight_map"][key] = name.format(outside=outside) if isinstance(name, str) else name
     (llama / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"is not a safetensors file in it|maps no tensors"):
+    with pytest.raises(CheckpointError, match=r"is not a safetensors file in it|weight_map"):
         read(llama)
 
 

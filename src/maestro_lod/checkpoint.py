@@ -31,8 +31,8 @@ from maestro_lod.deploy.points import Frontier
 from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.distributed.shard_files import fill_shards, write_by_the_first
 from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
-from maestro_lod.files import read_json
 from maestro_lod.handover import copy_on_meta
+from maestro_lod.json_files import parse_json
 from maestro_lod.layers.ranks import (
     Ranks,
     low_rank_layers,
@@ -94,7 +94,7 @@ def save_plain(model: nn.Module, path: Path) -> None:
 def plain_state(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a plain file, shared ones under each of their names."""
     with opened_file(path) as file:
-        config = read_json(file.metadata["config"])
+        config = parse_json(file.metadata["config"], {"aliases": {str: str}})
         state = {key: file.read(key) for key in file.shapes}
     return state | {alias: state[first] for alias, first in config["aliases"].items()}
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from maestro_lod.errors import CheckpointError, LayerError
-from maestro_lod.files import read_json
+from maestro_lod.json_files import Shape, parse_json
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.layers.registry import low_rank_type, opened_type
 from maestro_lod.structure import OPENED, Form, Structure, structure_of, uninitialized
@@ -19,6 +19,11 @@ from maestro_lod.tensors import TensorFile
 
 ELASTIC, PLAIN, _VERSION = "maestro-lod", "maestro-lod plain", 1
 """The formats: one file with every size, and one size alone."""
+_HEADER: dict[str, Shape] = {
+    "ranks": {str: int}, "opened": [str], "heads": {str: str}, "aliases": {str: str},
+    "dense_only": [str],
+}  # fmt: skip
+_PLAIN: Shape = {"layers": {str: str}, "factored": {str: int}, "aliases": {str: str}}
 
 
 def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -113,15 +118,13 @@ def contents_of(file: TensorFile, path: Path, into: nn.Module) -> Contents:
 
 def _elastic_contents(metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]]) -> Contents:
     ranks, opened, heads, aliases, dense_only = (
-        read_json(metadata.get(key, "[]") if key == "dense_only" else metadata[key])
-        for key in ("ranks", "opened", "heads", "aliases", "dense_only")
+        parse_json(metadata.get(key, "[]") if key == "dense_only" else metadata[key], shape)
+        for key, shape in _HEADER.items()
     )
     if not (
-        all(type(rank) is int and rank >= 0 for rank in ranks.values())
+        all(rank >= 0 for rank in ranks.values())
         and all(first in shapes for first in aliases.values())
         and all(embedding in ranks for embedding in heads.values())
-        and all(type(names) is list for names in (opened, dense_only))
-        and all(type(name) is str for name in (*opened, *dense_only))
     ):
         raise ValueError("ranks, heads and aliases do not belong together")
     for name, rank in ranks.items():
@@ -142,9 +145,9 @@ def _elastic_contents(metadata: dict[str, str], shapes: Mapping[str, tuple[int, 
 def _plain_contents(
     metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]], path: Path, into: nn.Module
 ) -> Contents:
-    config = read_json(metadata["config"])
+    config = parse_json(metadata["config"], _PLAIN)
     types, ranks, aliases = config["layers"], config["factored"], config["aliases"]
-    if not all(type(rank) is int and rank > 0 for rank in ranks.values()):
+    if not all(rank > 0 for rank in ranks.values()):
         raise ValueError("a rank is no whole number above zero")
     if not all(first in shapes for first in aliases.values()):
         raise ValueError("a shared tensor is missing")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import json
 import os
 import shutil
 import socket
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from maestro_lod.errors import BusyError, CheckpointError
 
@@ -261,14 +259,6 @@ def _locked(directory: Path, lock: Path) -> int | None:
 def _close(handle: int) -> None:
     _held.discard(handle)
     os.close(handle)
-
-
-def read_json(text: str | bytes) -> Any:
-    """Return what JSON says; whatever is wrong with it is a ValueError, its depth included."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def _sync_directory(directory: Path) -> None:

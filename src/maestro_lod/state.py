@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maestro_lod.errors import CheckpointError
-from maestro_lod.files import read_json
+from maestro_lod.json_files import parse_json, require_depth
 from maestro_lod.tensors import opened_file, write_tensors
 
 _FORMAT = "maestro-lod training state 1"
@@ -44,7 +44,9 @@ def save_state(state: Any, path: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"a {kind} cannot be saved without pickle: {shown}")
 
     try:
-        metadata = {"format": _FORMAT, "state": json.dumps(plain(state))}
+        written = plain(state)
+        require_depth(written)
+        metadata = {"format": _FORMAT, "state": json.dumps(written)}
     except (RecursionError, ValueError) as error:  # the second: a number of thousands of digits
         raise CheckpointError(f"the state for {path} cannot be written ({error}).") from None
     write_tensors(tensors, metadata, Path(path))
@@ -84,6 +86,6 @@ def load_state(path: str | os.PathLike[str], *, verify: bool = True) -> Any:
             return {key: read(part) for key, part in value["mapping"]}
 
         try:
-            return read(read_json(metadata["state"]))
+            return read(parse_json(metadata["state"]))
         except (LookupError, ValueError, TypeError, RuntimeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged ({error}).") from error

@@ -24,8 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from maestro_lod.errors import CheckpointError, OptionError, TrainingError
-from maestro_lod.files import read_json, replacing
+from maestro_lod.files import replacing
+from maestro_lod.json_files import Shape, parse_json, read_json_file, read_limited
 from maestro_lod.train.record import EpochRecord
+
+_RESULT: Shape = {
+    "settings?": dict | None, "weights?": str | None, "full_ranks?": {str: int},
+    "summary": {"dense_params": int}, "ledger": ({"relative_macs": float | None}, None),
+    "size?": ({str: float}, None), "seconds": float, "epochs": int,
+}  # fmt: skip
+"""What is read of a result, by this version and by older ones."""
 
 
 @dataclass(frozen=True)
@@ -83,23 +91,22 @@ class RunDirectory:
 
     def result(self) -> dict[str, Any]:
         """Return what a finished run reached."""
-        try:
-            result: dict[str, Any] = read_json((self.directory / "result.json").read_text())
-        except FileNotFoundError:
+        if not self.finished:
             raise OptionError(
                 f"the run in {self.directory} has not finished. Go on with: lod resume "
                 f"{self.directory}"
-            ) from None
-        except ValueError as error:
-            raise CheckpointError(
-                f"{self.directory / 'result.json'} is damaged ({error})."
-            ) from None
+            )
+        result: dict[str, Any] = read_json_file(self.directory / "result.json", _RESULT)
         return result
 
     def epochs(self) -> list[EpochRecord]:
         """Return the records of the epochs that are finished."""
-        lines = (self.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [EpochRecord.from_dict(read_json(line)) for line in lines]
+        path = self.directory / "metrics.jsonl"
+        try:
+            lines = read_limited(path).splitlines()
+            return [EpochRecord.from_dict(parse_json(line, {"epoch": int})) for line in lines]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}).") from None
 
     def write_json(self, name: str, value: Any) -> None:
         try:

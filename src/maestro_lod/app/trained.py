@@ -31,7 +31,8 @@ from maestro_lod.deploy.latency import all_dense, latency
 from maestro_lod.deploy.limits import require_limits
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.errors import OptionError, require_whole
-from maestro_lod.files import alone_in, read_json, remove_leftovers
+from maestro_lod.files import alone_in, remove_leftovers
+from maestro_lod.json_files import read_json_file
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import decompose
 from maestro_lod.train.evaluate import (
@@ -157,7 +158,7 @@ def frontier_of(trained: Trained, progress: Progress | None = None) -> Frontier:
     if not path.exists():
         return find_frontier(trained, progress=progress)
     found = Frontier.load(path)
-    require_same_weights(read_json(path.read_text(encoding="utf-8")), trained.model, path)
+    require_same_weights(read_json_file(path), trained.model, path)
     return found
 
 

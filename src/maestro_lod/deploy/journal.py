@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from maestro_lod.errors import CheckpointError
-from maestro_lod.files import read_json
+from maestro_lod.json_files import parse_json, read_limited
 
 _FORMAT = "maestro-lod search 1"
 
@@ -35,7 +35,7 @@ class Journal:
             return
         header = json.loads(json.dumps({"format": _FORMAT, **about}))
         try:
-            raw = self._path.read_bytes() if self._path.exists() else b""
+            raw = read_limited(self._path) if self._path.exists() else b""
             whole, ended, rest = raw.rpartition(b"\n")
             if ended:
                 self._known = _read(whole, self._path)
@@ -45,7 +45,7 @@ class Journal:
             if rest:  # of the last line; cut off only now that the file is known to be ours
                 os.truncate(self._path, len(raw) - len(rest))
             self._file = self._path.open("a", encoding="utf-8")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{self._path} cannot be used as a journal ({error}).") from error
         try:
             if self._file.tell() == 0:
@@ -97,9 +97,8 @@ def _read(whole: bytes, path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(whole.split(b"\n"), 1):
         try:
-            lines.append(line := read_json(text))
-            assert isinstance(line, dict)
-        except (ValueError, AssertionError):
+            lines.append(parse_json(text, dict))
+        except ValueError:
             raise _damaged(number, path) from None
     return lines
 

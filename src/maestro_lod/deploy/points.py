@@ -12,12 +12,18 @@ from typing import Any, overload
 
 from maestro_lod.deploy.limits import Limit, Point, limit_of, require_limits
 from maestro_lod.errors import CheckpointError, OptionError
-from maestro_lod.files import read_json, replacing, writing
+from maestro_lod.files import replacing, writing
+from maestro_lod.json_files import Shape, parse_json, read_json_file, require_shape
 from maestro_lod.plot import svg
 from maestro_lod.table import Table, Tabular
 from maestro_lod.train.evaluate import require_number
 
 _FORMAT = "maestro-lod frontier 1"
+_POINT: Shape = {
+    "ranks": {str: int}, "loss": float, "accuracy": float | None, "params": int,
+    "macs": int | None, "bytes": int, "latency?": float | None,
+}  # fmt: skip
+_SHAPE: Shape = {"points": [_POINT], "dense": _POINT, "method": str, "cost": str}
 
 
 @dataclass(frozen=True)
@@ -167,34 +173,37 @@ class Frontier(Tabular, Sequence[Point]):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Frontier:
         """Read what `save` wrote; anything else is refused."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist.") from None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged or no frontier ({error}).") from error
-        return cls.from_json(text, path)
+        return cls._of(read_json_file(path), path)
 
     @classmethod
     def from_json(cls, text: str, path: str | os.PathLike[str]) -> Frontier:
         """Return what `to_json` wrote; `path` says in errors where it came from."""
         try:
-            record = read_json(text)
+            record = parse_json(text, dict)
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged ({error}).") from error
+        return cls._of(record, path)
+
+    @classmethod
+    def _of(cls, record: Mapping[str, Any], path: str | os.PathLike[str]) -> Frontier:
+        try:
+            require_shape(record, {"format": str})
             if record["format"] != _FORMAT:
                 raise CheckpointError(
                     f"{path} has format {record['format']!r}, this library reads {_FORMAT!r}."
                 )
+            require_shape(record, _SHAPE)
             points = tuple(_read_point(point) for point in record["points"])
             loaded = cls(points, _read_point(record["dense"]), record["method"], record["cost"])
-            if not points or type(loaded.method) is not str:
-                raise ValueError("there are no points, or no method")
+            if not points:
+                raise ValueError("there are no points")
             if loaded.cost not in ("macs", "params"):
                 raise ValueError(f"cost {loaded.cost!r} is not known")
             if any(getattr(p, loaded.cost) is None for p in (*points, loaded.dense)):
                 raise ValueError(f"there are no {loaded.cost}")
             return loaded
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged or no frontier ({error}).") from error
+        except (ValueError, TypeError) as error:  # the second: a key that no point has
+            raise CheckpointError(f"{path} is damaged ({error}).") from error
 
     def plot(
         self, path: str | os.PathLike[str], *, beside: Mapping[str, Frontier] | None = None
@@ -233,11 +242,7 @@ def _read_point(record: Mapping[str, Any]) -> Point:
     counts = [point.params, point.bytes, *point.ranks.values()]
     counts += [] if point.macs is None else [point.macs]
     numbers_ = [v for v in (point.loss, point.accuracy, point.latency) if v is not None]
-    if not (
-        all(type(count) is int and count >= 0 for count in counts)
-        and all(type(value) in (float, int) and math.isfinite(value) for value in numbers_)
-        and point.loss is not None
-    ):
+    if min(counts) < 0 or not all(map(math.isfinite, numbers_)):
         raise ValueError(f"a point has a value that cannot be: {record}")
     return point
 

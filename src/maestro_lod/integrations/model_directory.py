@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from maestro_lod.errors import CheckpointError, listed
-from maestro_lod.files import read_json
+from maestro_lod.json_files import read_json_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 LOD_WEIGHTS = "lod.safetensors"
@@ -97,11 +97,8 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
 def _weight_files(directory: Path) -> list[str]:
     if (directory / WEIGHTS).is_file():
         return [WEIGHTS]
-    index = read_json((directory / INDEX).read_bytes())
-    files = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise ValueError(f"{INDEX} maps no tensors to files")
-    names = sorted(set(files.values()))
+    index = read_json_file(directory / INDEX, {"weight_map": {str: str}})
+    names = sorted(set(index["weight_map"].values()))
     for name in names:
         if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
             raise ValueError(f"{INDEX} names {name!r}, which is not a safetensors file in it")

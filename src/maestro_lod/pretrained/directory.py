@@ -7,7 +7,6 @@ the extra maestro-lod[huggingface].
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from maestro_lod.integrations.model_directory import (
     read_generation_config,
     read_weights,
 )
+from maestro_lod.json_files import parse_json
 
 _TEXTS = (".txt", ".jsonl", ".parquet")
 _PIECE = 2**16  # characters
@@ -195,11 +195,11 @@ def _rows(file: Path) -> Iterator[str]:
 def _texts_in(file: Path, lines: Iterable[str]) -> Iterator[str]:
     for number, line in enumerate(lines):
         try:
-            text = json.loads(line)["text"] if line.strip() else ""
-        except (ValueError, KeyError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise DataError(f"{file}, line {number + 1}, is no JSON object with a text 'text'.")
+            text: str = parse_json(line, {"text": str})["text"] if line.strip() else ""
+        except ValueError as error:
+            raise DataError(
+                f"{file}, line {number + 1}, is no JSON object with a text 'text' ({error})."
+            ) from None
         yield text
 
 

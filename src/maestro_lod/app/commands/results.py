@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +23,7 @@ from maestro_lod.checkpoint import verify as verify_tensors
 from maestro_lod.cost import summary as summary_of
 from maestro_lod.deploy.frontier import require_method
 from maestro_lod.errors import CheckpointError, OptionError, listed
+from maestro_lod.json_files import parse_json, read_limited
 
 
 def report(
@@ -193,10 +193,10 @@ def _tensors(file: Path) -> str:
 def _lines(file: Path) -> str:
     """Look whether a file is JSON, as a whole or line by line."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_limited(file)
         for part in text.splitlines() if file.suffix == ".jsonl" else [text]:
-            json.loads(part)
-    except (ValueError, RecursionError, OSError) as error:
+            parse_json(part)
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"it is no JSON ({error}).") from error
     return "readable"
 

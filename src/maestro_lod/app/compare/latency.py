@@ -13,7 +13,9 @@ from maestro_lod.app.run import Run
 from maestro_lod.app.trained import Trained
 from maestro_lod.calls import as_call
 from maestro_lod.deploy.timing import ROUNDS, drawn_call, eager, interleaved
+from maestro_lod.errors import CheckpointError
 from maestro_lod.files import replacing
+from maestro_lod.json_files import read_json_file
 from maestro_lod.train.evaluate import device_of
 
 Models: TypeAlias = Mapping[str, tuple[Run, Measured]]
@@ -24,7 +26,9 @@ def latencies(models: Models, kept: Path) -> dict[str, float]:
 
     Times are kept in a file: unless the models are others, they are not taken again.
     """
-    about = {name: [run.result()["weights"], model.ranks] for name, (run, model) in models.items()}
+    about = {
+        name: [run.result().get("weights"), model.ranks] for name, (run, model) in models.items()
+    }
     known = _read(kept)
     if known.get("models") != about:
         calls = {name: _call(run, model) for name, (run, model) in models.items()}
@@ -50,7 +54,7 @@ def _call(run: Run, model: Measured) -> Callable[[], object]:
 def _read(kept: Path) -> dict[str, Any]:
     """Return what is kept, or nothing: whatever cannot be read is measured again."""
     try:
-        known: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        known: dict[str, Any] = read_json_file(kept, {"models": dict, "seconds": {str: float}})
+    except CheckpointError:
         return {}
-    return known if isinstance(known, dict) and "seconds" in known else {}
+    return known if known["models"].keys() == known["seconds"].keys() else {}

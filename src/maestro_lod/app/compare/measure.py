@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +17,7 @@ from maestro_lod.cost import cost_of
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.files import alone_in, remove_leftovers
+from maestro_lod.json_files import Shape, read_json_file, require_shape
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.surgery import extract
 from maestro_lod.train.evaluate import evaluate, recalibrate, to_evaluate
@@ -40,6 +40,11 @@ class Measured:
     ranks: dict[str, int] | None = None
     """Those that the training was cut to."""
 
+
+_MEASURED: Shape = {
+    "params": int, "macs": int, "bytes": int, "share": float, "test": {str: float},
+    "validation": {str: float}, "ranks": ({str: int}, None),
+}  # fmt: skip
 
 Outcome: TypeAlias = Measured | str
 """A model, or why there is none."""
@@ -69,7 +74,7 @@ def measure(training: Training) -> None:
             {"size": size, **({"reason": it} if isinstance(it, str) else asdict(it))}
             for size, it in found.items()
         ]
-        run.write_json(FILE, {"weights": run.result()["weights"], "models": models})
+        run.write_json(FILE, {"weights": run.result().get("weights"), "models": models})
 
 
 def plain_model(model: nn.Module, ranks: dict[str, int] | None = None) -> nn.Module:
@@ -82,13 +87,19 @@ def _kept(run: Run) -> dict[float | None, Outcome]:
     if not run.finished or not path.exists():
         return {}
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        models = [dict(entry) for entry in kept["models"]]
-        current = kept["weights"] == run.result()["weights"]
-        found = {entry.pop("size"): entry.get("reason") or Measured(**entry) for entry in models}
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}): remove it.") from None
-    return found if current else {}
+        kept = read_json_file(path, {"weights": str | None, "models": [{"size": float | None}]})
+        found = {entry["size"]: _outcome(entry) for entry in kept["models"]}
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}). Remove it.") from None
+    return found if kept["weights"] == run.result().get("weights") else {}
+
+
+def _outcome(entry: dict[str, Any]) -> Outcome:
+    if "reason" in entry:
+        require_shape(entry["reason"], str, "reason")
+        return str(entry["reason"])
+    require_shape(entry, _MEASURED)
+    return Measured(**{field.name: entry[field.name] for field in fields(Measured)})
 
 
 def _cut(training: Training) -> dict[float | None, Outcome]:

@@ -7,7 +7,6 @@ process is at.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from maestro_lod.app.compare.metrics import better, metric_in
 from maestro_lod.app.compare.plan import ComparisonPlan, Pace, Training
 from maestro_lod.app.run import Interrupted, Run, Watcher
 from maestro_lod.errors import BusyError, MaestroError, OptionError, TrainingError
+from maestro_lod.json_files import read_json_file
 
 _FAILED = "failed.json"
 _WAIT = 1.0  # seconds, until what other processes do is looked at again
@@ -89,7 +89,7 @@ class Runner:
         path = training.run.directory / _FAILED
         if not path.exists():
             return None
-        return str(json.loads(path.read_text(encoding="utf-8"))["reason"])
+        return str(read_json_file(path, {"reason": str})["reason"])
 
     # -- learning rates --------------------------------------------------------------------------
 

@@ -20,13 +20,15 @@ from typing import Any, TypeVar
 
 from maestro_lod.app.cache_directory import cache_directory
 from maestro_lod.app.data.sources import Source, file_checksum
-from maestro_lod.errors import DataError
-from maestro_lod.files import read_json
+from maestro_lod.errors import CheckpointError, DataError
+from maestro_lod.json_files import Shape, read_json_file
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
+_FILE: Shape = {"size": int, "mtime_ns": int, "sha256": str}
+_SHAPE: Shape = {"stamp": str, "checksum": str, "files": {str: _FILE}}
 
 
 def cached(
@@ -50,7 +52,7 @@ def cached(
     entry = cache / f"{name}-{key}"
     if entry.exists():
         # whatever is wrong with what is there, or if another process is just replacing it
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        with suppress(OSError, ValueError, CheckpointError):
             if _is_sound(entry, stamp):
                 return checksum, read(entry)
         _log.warning("%s is damaged and is made anew", entry)
@@ -68,12 +70,10 @@ def _known_checksum(cache: Path, name: str, stamp: str) -> str | None:
 
 def _manifest(path: Path) -> dict[str, Any] | None:
     try:
-        manifest = read_json(path.read_bytes())
-        if {"stamp", "checksum", "files"} <= manifest.keys():
-            return dict(manifest)
-    except (OSError, ValueError, AttributeError):
-        pass
-    return None
+        manifest: dict[str, Any] = read_json_file(path, _SHAPE)
+    except CheckpointError:
+        return None
+    return manifest
 
 
 def _described(path: Path) -> dict[str, Any]:

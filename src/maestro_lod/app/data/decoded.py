@@ -22,7 +22,7 @@ from maestro_lod.app.data.cache import cached
 from maestro_lod.app.data.images import ImageFormat, Images, image_data
 from maestro_lod.app.data.sources import Source, find_source, rows
 from maestro_lod.errors import DataError, listed
-from maestro_lod.files import read_json
+from maestro_lod.json_files import read_json_file
 
 _log = logging.getLogger(__name__)
 _AT_ONCE = 512
@@ -103,7 +103,7 @@ def _read(folder: Path) -> tuple[Images, Images, list[str]]:
         pixels = np.load(folder / f"{name}-pixels.npy", mmap_mode="r", allow_pickle=False)
         return Images(pixels, np.load(folder / f"{name}-labels.npy", allow_pickle=False))
 
-    about = read_json((folder / "about.json").read_text())
+    about = read_json_file(folder / "about.json", {"compressions": [str]})
     return split("train"), split("test"), list(about["compressions"])
 
 

@@ -25,7 +25,7 @@ from maestro_lod.app.data.batches import USUAL_SHARE, Data, Request, epoch_gener
 from maestro_lod.app.data.cache import cached
 from maestro_lod.app.data.sources import Source, find_source, rows
 from maestro_lod.errors import DataError, LayerError, OptionError, require_whole
-from maestro_lod.files import read_json
+from maestro_lod.json_files import read_json_file
 
 PAD, UNKNOWN, START, STOP = range(4)
 _SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
@@ -164,7 +164,7 @@ def _read(folder: Path) -> Corpus:
     return Corpus(
         Tokenizer.from_file(str(folder / "tokenizer.json")),
         {name: Sentences(tensor(f"{name}-de"), tensor(f"{name}-en")) for name in _SPLITS},
-        read_json((folder / "references.json").read_text()),
+        read_json_file(folder / "references.json", [str]),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from maestro_lod.errors import CheckpointError, OptionError, listed, nearest
-from maestro_lod.files import read_json
+from maestro_lod.json_files import parse_json, read_json_file, read_limited
 from maestro_lod.train.record import EpochRecord
 
 METRICS = ("bleu", "accuracy", "perplexity", "loss")
@@ -226,16 +226,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = read_json(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is damaged ({error}). Restore it, or remove it to report without it."
-        ) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__} where an object belongs. Restore it, or "
-            "remove it to report without it."
-        )
+        content: dict[str, Any] = read_json_file(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Restore it, or remove it to report without it.") from error
     return content
 
 
@@ -248,14 +241,15 @@ def _read_epochs(path: Path) -> list[EpochRecord]:
 
 
 def _records(path: Path) -> Iterator[EpochRecord]:
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = read_limited(path).split(b"\n")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}).") from error
     for place, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            record = read_json(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"a {type(record).__name__} where an object belongs")
+            record = parse_json(line, dict)
         except ValueError as error:
             if place == len(lines):  # no line end: the run was killed while it wrote
                 return
