@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import struct
 import sys
 import tempfile
@@ -24,6 +25,7 @@ import maestro_lod as lod
 from maestro_lod import checkpoint
 from maestro_lod.app import cli
 from maestro_lod.checkpoint import plain_state, save_plain, verify
+from maestro_lod.deploy.manifest import write_manifest
 from maestro_lod.digests import block_ends
 from maestro_lod.errors import CheckpointError, MaestroError
 from maestro_lod.state import load_state, save_state
@@ -430,6 +432,113 @@ def test_verify_says_of_each_file_whether_it_is_as_written(
     assert told.out.count("DAMAGED") == 2 and len(told.out.splitlines()) == 4
     assert "2 of 4 files" in told.err
     assert verified(tmp_path / "checkpoint.safetensors") == 1
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as `lod deploy` writes it, with a file in every format."""
+    out = tmp_path_factory.mktemp("deployed") / "phone"
+    formats, example = ["onnx", "pt2", "safetensors"], torch.empty(2, 20)
+    lod.deploy_size(lod.decompose(plain(), ranks=2), None, out, example=example, formats=formats)
+    return out
+
+
+@pytest.fixture
+def phone(deployed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(deployed, tmp_path / "phone"))
+
+
+def test_deployed_files_are_verified(phone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verified(phone) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.removeprefix(f"{phone}/") for line in told] == [
+        "deploy.json: readable", "model.onnx: as written", "model.pt2: as written",
+        "model.safetensors: as written",
+    ]  # fmt: skip
+    assert verified(phone / "model.onnx") == 0
+
+
+def flip_one_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped": flip_one_bit,
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"\n"),
+    "empty": lambda file: file.write_bytes(b""),
+    "missing": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["model.onnx", "model.pt2", "model.safetensors"])
+def test_a_damaged_deployed_file_is_named_in_one_line(
+    phone: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    DAMAGE[damage](phone / name)
+    assert verified(phone) == 1
+    told = capsys.readouterr()
+    assert [line for line in told.out.splitlines() if "DAMAGED" in line] == [
+        line for line in told.out.splitlines() if line.startswith(f"{phone / name}: ")
+    ]
+    assert "1 of 4 files" in told.err and len(told.err.splitlines()) == 1
+    if damage != "missing":
+        assert verified(phone / name) == 1
+
+
+@pytest.mark.parametrize("name", ["other.onnx", "model.onnx.data", "other.safetensors"])
+def test_a_file_that_was_put_beside_deployed_ones_is_named(
+    phone: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(phone / "model.safetensors", phone / name)
+    assert verified(phone) == 1
+    assert f"{phone / name}: DAMAGED. deploy.json does not list it" in capsys.readouterr().out
+
+
+def test_data_that_an_onnx_file_keeps_in_another_file_is_verified(phone: Path) -> None:
+    import onnx
+
+    (phone / "deploy.json").unlink()
+    onnx.save(
+        onnx.load(phone / "model.onnx"), phone / "model.onnx", save_as_external_data=True,
+        location="weights.bin", size_threshold=0,
+    )  # fmt: skip
+    write_manifest(phone, {})
+    assert verified(phone) == 0
+    flip_one_bit(phone / "weights.bin")
+    assert verified(phone) == 1
+
+
+def test_deployed_files_without_digests_are_reported(
+    phone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads((phone / "deploy.json").read_text())
+    del record["sha256"]
+    (phone / "deploy.json").write_text(json.dumps(record))  # as older versions wrote it
+    assert verified(phone) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[2] for line in told] == [
+        "readable", *["not verifiable: no digest was stored when it was written"] * 2, "as written",
+    ]  # fmt: skip
+    (phone / "deploy.json").unlink()
+    assert verified(phone / "model.onnx") == 0
+
+
+@pytest.mark.parametrize(
+    "digests",
+    [3, [], {"../out": "0"}, {"/etc/hosts": "0"}, {"": "0"}, {"model.onnx": 3}, {".": ""}],
+)
+def test_digests_that_are_none_are_refused(
+    phone: Path, digests: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (phone / "deploy.json").write_text(json.dumps({"sha256": digests}))
+    assert verified(phone) == 1
+    told = capsys.readouterr()
+    assert f"{phone / 'deploy.json'}: DAMAGED. " in told.out
+    assert len(told.out.splitlines()) == 4  # one per file
 
 
 def test_verify_refuses_what_it_cannot_look_at(tmp_path: Path) -> None:

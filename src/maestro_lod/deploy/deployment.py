@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import statistics
 import tempfile
@@ -21,10 +20,11 @@ from maestro_lod.deploy.choice import Judge, choose
 from maestro_lod.deploy.export import FORMATS, Exported, export, opened
 from maestro_lod.deploy.latency import all_dense
 from maestro_lod.deploy.limits import Point
+from maestro_lod.deploy.manifest import write_manifest
 from maestro_lod.deploy.points import Frontier
 from maestro_lod.deploy.timing import ROUNDS, batch_of, drawn_call, eager, interleaved, ratios
 from maestro_lod.errors import LayerError, OptionError, OutputError, listed, nearest
-from maestro_lod.files import replacing, replacing_directory
+from maestro_lod.files import replacing_directory
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.shown import Telling
 from maestro_lod.table import table
@@ -159,8 +159,7 @@ def deploy_size(
             dense_cost.macs or 0, reached, of_dense, unhealed, [*writer.files.values()],
             writer.left_out, batch_of(as_call(example)), torch.get_num_threads(),
         )  # fmt: skip
-        with replacing(place / "deploy.json") as description:
-            description.write_text(json.dumps(deployment.to_dict(), indent=1))
+        write_manifest(place, deployment.to_dict())
     return deployment
 
 

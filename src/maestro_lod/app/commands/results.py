@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from maestro_lod.app.trained import deploy as write_deployment
 from maestro_lod.checkpoint import verify as verify_tensors
 from maestro_lod.cost import summary as summary_of
 from maestro_lod.deploy.frontier import require_method
+from maestro_lod.deploy.manifest import MANIFEST, matches_manifest, read_digests
 from maestro_lod.errors import CheckpointError, OptionError, listed
 from maestro_lod.json_files import parse_json, read_limited
 
@@ -171,14 +173,13 @@ def verify(
     """Read every file and say whether it is as it was written; exit code 1 if one is not."""
     if not path.exists():
         raise OptionError(f"{path} does not exist.")
-    found = sorted(path.rglob("*")) if path.is_dir() else [path]
-    files = [file for file in found if file.suffix in VERIFIED and file.is_file()]
+    files = _files_to_verify(path)
     if not files:
-        raise OptionError(f"{path} holds no file to verify ({listed(VERIFIED)}).")
+        raise OptionError(f"{path} holds no file to verify ({listed(_VERIFIED)}).")
     damaged = 0
     for file in files:
         try:
-            say(f"{file}: {VERIFIED[file.suffix](file)}")
+            say(f"{file}: {_VERIFIED.get(file.suffix, _exported)(file)}")
         except CheckpointError as error:
             damaged += 1
             say(f"{file}: DAMAGED. {error}")
@@ -186,8 +187,27 @@ def verify(
         raise CheckpointError(f"{damaged} of {len(files)} files in {path} are damaged.")
 
 
+def _files_to_verify(path: Path) -> list[Path]:
+    """Return the files that can be verified, and those that a manifest lists, there or not."""
+    found = path.rglob("*") if path.is_dir() else [path]
+    files = {file for file in found if file.suffix in _VERIFIED and file.is_file()}
+    for directory in {file.parent for file in files if file.name == MANIFEST}:
+        with suppress(CheckpointError):  # reported when the manifest is verified
+            files |= {directory / name for name in read_digests(directory) or ()}
+    return sorted(files)
+
+
 def _tensors(file: Path) -> str:
-    return "as written" if verify_tensors(file) else "whole, but from before digests: not proven"
+    proven = verify_tensors(file)
+    if matches_manifest(file) or proven:
+        return "as written"
+    return "whole, but from before digests: not proven"
+
+
+def _exported(file: Path) -> str:
+    if matches_manifest(file):
+        return "as written"
+    return "not verifiable: no digest was stored when it was written"
 
 
 def _lines(file: Path) -> str:
@@ -198,8 +218,17 @@ def _lines(file: Path) -> str:
             parse_json(part)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"it is no JSON ({error}).") from error
+    if file.name == MANIFEST:
+        read_digests(file.parent)
     return "readable"
 
 
-VERIFIED = {".safetensors": _tensors, ".json": _lines, ".jsonl": _lines}
-"""How files are verified, by their suffix."""
+_VERIFIED = {
+    ".safetensors": _tensors,
+    ".json": _lines,
+    ".jsonl": _lines,
+    ".onnx": _exported,
+    ".data": _exported,
+    ".pt2": _exported,
+}
+"""How files are verified, by their suffix; others only where a manifest lists them."""
