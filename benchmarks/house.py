@@ -1,6 +1,9 @@
 """How large is the house? Lines, files, functions, classes, names, and tests of a layer's kind.
 
-    python benchmarks/house.py [src/maestro_lod] [--list]
+    python benchmarks/house.py [--list]                  the figures, and what they consist of
+    python benchmarks/house.py --contract                imports against the order of the rooms
+    python benchmarks/house.py --walks                   how far single calls go
+    python benchmarks/house.py --write NAME [--commit COMMIT]   all of it as JSON
 
 Everything is read from the sources. A test of a layer's kind is an `isinstance`, `issubclass`, a
 comparison of `type(…)` or a dispatch on the annotation of an argument, of one of torch's layers
@@ -12,12 +15,22 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import maestro_lod
 
+UPWARD = "imports against the rooms"
+TYPES_UPWARD = "the same, for types alone"
 BARS = {
+    UPWARD: 0,
+    TYPES_UPWARD: 0,
     "lines of the library": 7500,
     "files > 300 lines": 6,
     "functions > 40 lines": 4,
@@ -28,6 +41,35 @@ BARS = {
     "arguments of fit": 12,
     "tests of a layer's kind": 5,
 }
+ROOMS = (
+    *("base", "layers", "model", "files", "distributed", "train", "sizes", "pretrained"),
+    *("deploy", "integrations", "cli", "baselines", "public"),
+)
+"""In this order: a file imports from its own room and from those before it."""
+
+PLACES = {
+    **dict.fromkeys(("errors", "progress", "text"), "base"),
+    "__init__": "public",
+    "__main__": "cli",
+    # files that are not in a room of their name yet
+    **dict.fromkeys(("amounts", "installing", "shown", "table"), "base"),
+    **dict.fromkeys(("calls", "cost", "counting", "handover", "obstacles"), "model"),
+    **dict.fromkeys(("planning", "reading", "structure", "surgery"), "model"),
+    **dict.fromkeys(("checkpoint", "contents", "digests", "files", "state", "tensors"), "files"),
+    **dict.fromkeys(("app", "markup", "methods/__init__", "plot"), "cli"),
+    **dict.fromkeys(("methods/dense", "methods/lod"), "train"),
+    **dict.fromkeys(
+        (f"app/models/{name}" for name in ("resnet", "transformer", "vgg")), "baselines"
+    ),
+    **dict.fromkeys(("app/compare", "integrations/torch_pruning", "methods"), "baselines"),
+    **dict.fromkeys(("deploy/choice", "deploy/frontier", "deploy/journal"), "sizes"),
+    **dict.fromkeys(("deploy/latency", "deploy/limits", "deploy/measured"), "sizes"),
+    **dict.fromkeys(("deploy/points", "deploy/replay", "deploy/search"), "sizes"),
+    "deploy/timing": "sizes",
+    "federated": "integrations",
+}
+"""The room of a file or folder that is not called like its room; the longest path counts."""
+
 KINDS = {
     *("Linear", "Bilinear", "Conv1d", "Conv2d", "Conv3d", "_ConvNd", "ConvTranspose1d"),
     *("ConvTranspose2d", "ConvTranspose3d", "Conv1D", "Embedding", "EmbeddingBag"),
@@ -91,6 +133,74 @@ def arguments(tree: ast.AST, function: str, of: str | None = None) -> int | None
     return None
 
 
+class Import(NamedTuple):
+    """One file that imports another."""
+
+    importer: str
+    imported: str
+    line: int
+    types_only: bool
+
+    def __str__(self) -> str:
+        rooms = f"{room_of(self.importer)} → {room_of(self.imported)}"
+        return f"{self.importer}:{self.line} → {self.imported} ({rooms})"
+
+
+def room_of(place: str) -> str | None:
+    """Return the room of a file, given by its path below the library; None if it has none."""
+    parts = place.removesuffix(".py").split("/")
+    for length in range(len(parts), 0, -1):
+        if room := PLACES.get("/".join(parts[:length])):
+            return room
+    return parts[0] if parts[0] in ROOMS else None
+
+
+def imports_of(source: Path) -> Iterator[Import]:
+    """Yield every import of one file of the library by another."""
+    files = {path.relative_to(source).as_posix() for path in source.rglob("*.py")}
+
+    def file_of(module: str) -> str | None:
+        path = "/".join(module.split(".")[1:])
+        places = (f"{path}.py", f"{path}/__init__.py".lstrip("/"))
+        return next((place for place in places if place in files), None)
+
+    def modules_of(node: ast.AST, package: str) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            for alias in node.names:
+                inner = f"{module}.{alias.name}"
+                yield inner if file_of(inner) else module
+
+    for place in sorted(files):
+        tree = ast.parse((source / place).read_text())
+        for_types = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and name_of(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        package = ".".join(("maestro_lod", *place.split("/")[:-1]))
+        for node in ast.walk(tree):
+            modules = {m for m in modules_of(node, package) if m.split(".")[0] == "maestro_lod"}
+            for other in {file_of(module) for module in modules} - {None, place}:
+                assert other is not None
+                yield Import(place, other, node.lineno, id(node) in for_types)  # type: ignore[attr-defined]
+
+
+def upward(imports: Iterator[Import]) -> list[Import]:
+    """Return the imports against the order of the rooms, each pair of files once."""
+    found: dict[tuple[str, str], Import] = {}
+    for one in sorted(imports, key=lambda entry: (entry.importer, entry.types_only, entry.line)):
+        rooms = [room_of(place) for place in (one.importer, one.imported)]
+        known = all(room in ROOMS for room in rooms)
+        if not known or ROOMS.index(rooms[0] or "") < ROOMS.index(rooms[1] or ""):
+            found.setdefault((one.importer, one.imported), one)
+    return [*found.values()]
+
+
 def measured(source: Path) -> tuple[dict[str, int], dict[str, list[str]], dict[str, int]]:
     """Return the figures, what they consist of, and the lines of each room."""
     kinds = KINDS | own_kinds(source / "layers")
@@ -125,6 +235,8 @@ def measured(source: Path) -> tuple[dict[str, int], dict[str, list[str]], dict[s
         f"{name}: {', '.join(places)}" for name, places in classes.items() if len(places) > 1
     ]
     found["public names"] = list(maestro_lod.__all__)
+    for one in upward(imports_of(source)):
+        found[TYPES_UPWARD if one.types_only else UPWARD].append(str(one))
     counts["lines of src"] = sum(rooms.values())
     counts["lines of the library"] = counts["lines of src"] - rooms["app"]
     counts |= {key: len(found[key]) for key in BARS if key not in counts}
@@ -141,17 +253,89 @@ def show(counts: Mapping[str, int], found: Mapping[str, list[str]], *, listed: b
             print(f"    {entry}")
 
 
+def show_contract(source: Path) -> int:
+    """List the imports against the order of the rooms, and return how many there are."""
+    wrong = upward(imports_of(source))
+    for types_only in (False, True):
+        those = [one for one in wrong if one.types_only is types_only]
+        print(f"{TYPES_UPWARD if types_only else UPWARD}: {len(those)}")
+        for one in those:
+            print(f"    {one}")
+    return len(wrong)
+
+
+def show_walks(walks: Mapping[str, Mapping[str, int]], imported: Mapping[str, int]) -> None:
+    columns = next(iter(walks.values()))
+    print(f"{'':36s}" + "".join(f"{column:>11s}" for column in columns))
+    for name, counts in walks.items():
+        print(f"{name:36s}" + "".join(f"{count:11,}" for count in counts.values()))
+    print("\nmodules imported by a command")
+    for name, count in imported.items():
+        print(f"{name:36s}{count:11,}")
+
+
+def everything(source: Path) -> dict[str, Any]:
+    """Return all that can be counted, for JSON."""
+    from house_walks import imported, walks
+
+    counts, found, rooms = measured(source)
+    files = [path.relative_to(source).as_posix() for path in source.rglob("*.py")]
+    by_room = collections.Counter(room_of(place) or "without a room" for place in files)
+    return {
+        "figures": counts | {"files": len(files)},
+        "upward imports": {key: found[key] for key in (UPWARD, TYPES_UPWARD)},
+        "lines by folder": rooms,
+        "files by room": dict(by_room),
+        "walks": walks(),
+        "modules imported": imported(),
+    }
+
+
+def of_commit(commit: str) -> dict[str, Any]:
+    """Return the same for the library as it is at a commit, in a process of its own."""
+    from same_losses import checked_out
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = checked_out(commit, Path(folder))
+        command = [sys.executable, __file__, str(source / "maestro_lod"), "--json"]
+        paths = os.pathsep.join((str(source), str(Path(__file__).parent)))
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, check=True
+        )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     here = Path(maestro_lod.__file__).parent
     parser.add_argument("source", nargs="?", type=Path, default=here)
-    parser.add_argument("--list", action="store_true", help="say what the figures consist of")
+    parser.add_argument("--list", action="store_true", help="list what the figures consist of")
+    parser.add_argument("--contract", action="store_true", help="list imports against the rooms")
+    parser.add_argument("--walks", action="store_true", help="count how far single calls go")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--write", metavar="NAME", help="write everything to results/NAME.json")
+    parser.add_argument("--commit", help="with --write: measure the library at a commit")
     options = parser.parse_args()
-    counts, found, rooms = measured(options.source)
-    show(counts, found, listed=options.list)
-    print("\nlines by room")
-    for room, lines in sorted(rooms.items(), key=lambda entry: -entry[1]):
-        print(f"{room:30s}{lines:8,}")
+    if options.contract:
+        sys.exit(1 if show_contract(options.source) else 0)
+    if options.walks:
+        from house_walks import imported, walks
+
+        show_walks(walks(), imported())
+    elif options.json:
+        print(json.dumps(everything(options.source)))
+    elif options.write:
+        from interleaved import write
+
+        found = of_commit(options.commit) if options.commit else everything(options.source)
+        write(options.write, {"of": options.commit or "the working tree", **found})
+    else:
+        counts, found, rooms = measured(options.source)
+        show(counts, found, listed=options.list)
+        print("\nlines by folder")
+        for room, lines in sorted(rooms.items(), key=lambda entry: -entry[1]):
+            print(f"{room:30s}{lines:8,}")
 
 
 if __name__ == "__main__":
