@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from maestro_lod.errors import CheckpointError
-from maestro_lod.files import read_json, replacing
+from maestro_lod.files import replacing
+from maestro_lod.json_files import read_json_file
 
 MANIFEST, _DIGESTS = "deploy.json", "sha256"
 _PIECE = 2**20
@@ -25,20 +26,13 @@ def write_manifest(directory: Path, deployment: Mapping[str, Any]) -> None:
 def read_digests(directory: Path) -> dict[str, str] | None:
     """Return the digest of every file of a directory by its name; None if none were stored."""
     manifest = directory / MANIFEST
-    try:
-        record = read_json(manifest.read_bytes())
-    except FileNotFoundError:
+    if not manifest.exists():
         return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{manifest} cannot be read ({error}).") from error
-    digests = record.get(_DIGESTS) if isinstance(record, dict) else {}
+    digests: dict[str, str] = read_json_file(manifest, {f"{_DIGESTS}?": {str: str}}).get(_DIGESTS)
     if digests is None:
         return None
-    if not isinstance(digests, dict) or not all(
-        isinstance(digest, str) and name.isprintable() and name and name == Path(name).name
-        for name, digest in digests.items()
-    ):
-        raise CheckpointError(f"{manifest} is damaged: its {_DIGESTS} must give files digests.")
+    if wrong := [n for n in digests if not (n and n.isprintable() and n == Path(n).name)]:
+        raise CheckpointError(f"{manifest} is damaged: {wrong[0]!r:.80} is not the name of a file.")
     return digests
 
 
