@@ -169,15 +169,39 @@ def test_a_run_goes_on_exactly_from_any_phase(step: int, tmp_path: Any) -> None:
         ({"params": -0.1}, "-0.1"),
         ({"params": float("nan")}, "nan"),
         ({"params": True}, "True"),
+        ({"params": 25.0}, r"percentage or a count: write '25%' or 25\.$"),
+        ({"params": 25}, r"too small: .*Did you mean params='25%'\?$"),
+        ({"params": "many"}, "the budget's params 'many' is no amount"),
+        ({"params": "1"}, "write 100% or 1x"),
         ({"params": 0.2, "steps": 0}, "at least 1"),
         ({"params": 0.2, "steps": -1}, "-1"),
     ],
 )
-def test_a_budget_that_cannot_be_met_is_refused(budget: dict[str, float], words: str) -> None:
+def test_a_budget_that_cannot_be_met_is_refused(budget: dict[str, Any], words: str) -> None:
     model = lod.decompose(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(OptionError, match=words):
         lod.LoD(model, optimizer, penalty=lod.Budget(**budget), example=torch.empty(1, 20))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("25%", 0.25), ("0.25x", 0.25), ("300k", 300_000), ("1.2M", 1_200_000)]
+)
+def test_a_budget_may_be_written_as_text(text: str, value: float) -> None:
+    assert lod.Budget(params=text) == lod.Budget(params=value)
+    assert str(lod.Budget(macs=text)) == str(lod.Budget(macs=value))
+
+
+def test_frozen_layers_are_named_where_they_keep_a_budget_from_being_met() -> None:
+    model = lod.decompose(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    name, layer = next(iter(low_rank_layers(model).items()))
+    layer.requires_grad_(False)
+    with pytest.raises(OptionError, match=rf"frozen layers keep all their ranks \({name}\)"):
+        lod.LoD(model, optimizer, penalty=lod.Budget(params=0.1))
+    model.requires_grad_(False)
+    with pytest.raises(OptionError, match=r"nothing for LoD to train.*frozen"):
+        lod.LoD(model, optimizer, penalty=lod.Budget(params=0.1))
 
 
 def test_a_budget_needs_ranks_to_remove_and_macs_to_count() -> None:
@@ -207,8 +231,11 @@ def test_a_state_without_a_budget_is_refused() -> None:
     model = lod.decompose(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = lod.LoD(model, optimizer).state_dict()
-    with pytest.raises(TrainingError, match="no budget"):
-        lod.LoD(model, optimizer, penalty=lod.Budget(params=0.2)).load_state_dict(state)
+    landing = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.2))
+    with pytest.raises(TrainingError, match=r"without a budget, but .* created with one\. Create"):
+        landing.load_state_dict(state)
+    with pytest.raises(TrainingError, match="with a budget, but this LoD was created without one"):
+        lod.LoD(model, optimizer).load_state_dict(landing.state_dict())
     with pytest.raises(OptionError, match="no budget to land on"):
         lod.LoD(model, optimizer).land()
 

@@ -139,6 +139,8 @@ def test_mistakes_are_one_line_and_exit_code_two_or_one(llama, own, texts, tmp_p
         ((llama, "--data", f"{module}:number", *limit, *out), 2, "returned an int"),
         ((llama, "--data", "missing.txt", *limit, *out), 2, "does not exist"),
         (("no-recipe", *limit, *out), 2, "no-recipe"),
+        (("digitz", *limit, *out), 2, "neither a directory nor a recipe. Did you mean 'digits'?"),
+        (("meta/Small-1B", *limit, *out), 2, "hf download meta/Small-1B --local-dir Small-1B"),
     ]
     for arguments, code, says in cases:
         assert lod_command("compress", *arguments) == code, says

@@ -137,6 +137,18 @@ def test_every_public_name_is_in_the_reference_with_an_example() -> None:
         assert f"lod.{name}" in examples, name
 
 
+def test_every_public_name_in_an_example_of_a_docstring_exists() -> None:
+    lines = [
+        line.strip()
+        for file in (ROOT / "src").rglob("*.py")
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+    examples = [line for line in lines if line.startswith((">>> ", "... "))]
+    named = {name for line in examples for name in re.findall(r"\blod\.(\w+)", line)}
+    assert named
+    assert {name for name in named if not hasattr(lod, name)} == set()
+
+
 def test_what_every_command_says_is_shown_without_colours() -> None:
     shown = (ROOT / "docs" / "output.md").read_text(encoding="utf-8")
     for command in COMMANDS:

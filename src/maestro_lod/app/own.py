@@ -84,9 +84,17 @@ def called(function: Callable[..., Any], options: Mapping[str, Any], what: str) 
         raise failure(f"{what} failed", error, own=":" in what) from error
 
 
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the closest known name, or with a colon for `package.function`."""
+    module, _, function = name.rpartition(".")
+    if all(part.isidentifier() for part in (*module.split("."), function)):
+        return f" Did you mean '{module}:{function}'?"
+    return nearest(name, known)
+
+
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     return (
-        f"there is no {what} {name!r}.{nearest(name, known)} Known: {listed(known, 12)}; "
+        f"there is no {what} {name!r}.{nearest_name(name, known)} Known: {listed(known, 12)}; "
         "or name your own as package.module:function."
     )
 

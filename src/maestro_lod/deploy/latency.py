@@ -74,7 +74,7 @@ def round_ranks(model: nn.Module, ranks: Ranks | None, *, multiple: int = 8) -> 
 
     A layer that has fewer ranks than the multiple keeps what was asked for, and so does rank 0.
 
-    >>> small = lod.extract(model, lod.round_ranks(model, 0.25))  # doctest: +SKIP
+    >>> small = lod.extract(model, round_ranks(model, 0.25))  # doctest: +SKIP
     """
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise OptionError(f"multiple={multiple!r} must be a whole number, one or more.")

@@ -110,7 +110,10 @@ class LoDSettings(Settings):
             share /= amount(cost_of(builder(), example), budget.kind)
         if share >= _RANKS_ALONE[budget.kind]:
             return super().build(builder, example)
-        return self.prepare(narrowed(builder, example, math.sqrt(share), budget.kind))
+        try:
+            return self.prepare(narrowed(builder, example, math.sqrt(share), budget.kind))
+        except OptionError as error:
+            raise OptionError(f"{error}{budget.hint}") from error
 
     def prepare(self, model: nn.Module) -> nn.Module:
         chosen = vars(self.decompose) | {"skip": self.decompose.skip or None}

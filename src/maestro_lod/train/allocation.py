@@ -100,8 +100,17 @@ def rank_choices(model: nn.Module, min_rank: int = 1) -> dict[str, range]:
 
 
 def _choice(layer: LowRank, min_rank: int) -> range:
-    trained = layer.u.requires_grad or layer.v.requires_grad
-    return range(min(min_rank, layer.rank) if trained else layer.rank, layer.rank + 1)
+    least = layer.rank if _is_frozen(layer) else min(min_rank, layer.rank)
+    return range(least, layer.rank + 1)
+
+
+def _is_frozen(layer: LowRank) -> bool:
+    return not (layer.u.requires_grad or layer.v.requires_grad)
+
+
+def frozen_layers(model: nn.Module) -> list[str]:
+    """Return the low-rank layers that are not trained, which keep all their ranks."""
+    return [name for name, layer in low_rank_layers(model).items() if _is_frozen(layer)]
 
 
 def smallest_cost(model: nn.Module, costs: Costs, kind: str, min_rank: int = 1) -> int:

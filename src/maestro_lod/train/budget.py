@@ -20,9 +20,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.cost import Cost
 from maestro_lod.distributed.shards import zero_behind_
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import OptionError, listed
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.train.allocation import allocation, smallest_cost
+from maestro_lod.train.allocation import allocation, frozen_layers, smallest_cost
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.order import order_ranks
 from maestro_lod.train.shrink import clear_moments
@@ -32,6 +32,22 @@ logger = logging.getLogger(__name__)
 
 WHOLE = 0.3
 """The share of a run that trains the whole model; in all runs that were tried better than 0.1."""
+
+
+def _too_small(
+    budget: Budget, smallest: int, dense: int, min_rank: int, frozen: list[str]
+) -> OptionError:
+    needs = f"{smallest:,}, a share of {math.ceil(1e4 * smallest / dense) / 1e4}"
+    if frozen:
+        return OptionError(
+            f"{budget} cannot be kept: frozen layers keep all their ranks ({listed(frozen)}), and "
+            f"with rank {min_rank} in every other layer the model needs {needs}. Call "
+            "requires_grad_(True) on them, or give at least that."
+        )
+    return OptionError(
+        f"{budget} is too small: rank {min_rank} in every layer needs {needs}. Give at least that."
+        f"{budget.hint}"
+    )
 
 
 @dataclass
@@ -62,11 +78,7 @@ class Landing:
         limit = budget.limit(dense)
         smallest = smallest_cost(model, ledger.costs(model), budget.kind, min_rank)
         if limit < smallest:
-            raise OptionError(
-                f"{budget} is too small: rank {min_rank} in every layer that is trained already "
-                f"needs {smallest:,}, a share of {math.ceil(1e4 * smallest / dense) / 1e4}. Give "
-                "at least that."
-            )
+            raise _too_small(budget, smallest, dense, min_rank, frozen_layers(model))
         return cls(budget.kind, limit, limit / dense, min_rank, budget.steps)
 
     def compare_with(self, dense: Cost) -> None:

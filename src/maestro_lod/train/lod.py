@@ -106,6 +106,7 @@ class LoD(Resumable):
         self.sampler = sampler_for(self.model, sampling, seed, budget=budget)
         require_optimizer(self.model, optimizer)
         require_trainable(self.model)
+        self._layers = require_ranks_to_train(self.model, self.min_rank)
         self.ema = None if ema is None else require_averaged(ema)
         self.ledger = Ledger.of(self.model, example)
         self._unfactored = Unfactored(self.model, optimizer, self.ema)
@@ -116,7 +117,6 @@ class LoD(Resumable):
         self.proximal = self._penalty.proximal
         self.epoch = 0
         self._epochs: int | None = None  # planned, if somebody says so
-        self._layers = require_ranks_to_train(self.model, self.min_rank)
         self._grace, self._agreement = Grace(self.model), Agreement(self.model)
         self._steps = SampledSteps(self.model, optimizer, self.sampler, note_input=example is None)
 

@@ -114,7 +114,8 @@ def _require_state(state: Any, ranks: dict[str, int], *, budget: bool) -> None:
             "model's state_dict, saved at the same moment, before this one."
         )
     if budget != (state["budget"] is not None):
-        there, here = ("no", "a") if budget else ("a", "no")
+        saved_with, made_with = ("without", "with") if budget else ("with", "without")
         raise TrainingError(
-            f"the saved state has {there} budget, this LoD {here} one. Create it as it was."
+            f"the saved state is of a LoD {saved_with} a budget, but this LoD was created "
+            f"{made_with} one. Create it with the same `penalty`."
         )

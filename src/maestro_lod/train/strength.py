@@ -31,10 +31,12 @@ class Pressure:
             raise OptionError("steps=0 must be above 0: nothing would move.")
 
 
-def _written(value: Any) -> Any:
-    """Read an amount that a recipe has as text, such as 25% or 300k."""
+def _amount(value: Any) -> Any:
+    """Return an amount of a recipe as a number, which may be written such as 25% or 300k."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
+    if value is not None and not isinstance(value, int | float | str):
+        raise ValueError("must be a number")
     return amount_of(value) if isinstance(value, str) else value
 
 
@@ -50,19 +52,29 @@ class Budget:
 
     kinds: ClassVar[tuple[str, ...]] = ("params", "macs")
 
-    params: float | None = setting(None, "size to land on: 25%, 0.25, 300k", check=_written)
-    macs: float | None = setting(None, "the same of MACs", check=_written)
+    params: int | float | str | None = setting(
+        None, "size to land on: 25%, 0.25, 300k", check=_amount
+    )
+    macs: int | float | str | None = setting(None, "the same of MACs", check=_amount)
     steps: int | None = setting(None, "until it is reached; 0.3 of the run")
 
     def __post_init__(self) -> None:
         if (self.params is None) == (self.macs is None):
             raise OptionError("a budget needs either params or macs, such as Budget(params=0.2).")
-        value = self.value
-        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not real or not 0 < value < math.inf or (value > 1 and value != round(value, 0)):
+        given: Any = self._given
+        if isinstance(given, str):
+            given = amount_of(given, f"the budget's {self.kind}")
+            object.__setattr__(self, self.kind, given)
+        real = isinstance(given, numbers.Real) and not isinstance(given, bool)
+        if not real or not 0 < given < math.inf or (given > 1 and given != round(given, 0)):
             raise OptionError(
-                f"a budget of {self.kind}={value!r} must be a share of dense between 0 and 1, or a "
+                f"a budget of {self.kind}={given!r} must be a share of dense between 0 and 1, or a "
                 "whole count."
+            )
+        if isinstance(given, float) and 1 < given <= 100:
+            raise OptionError(
+                f"a budget of {self.kind}={given} could be a percentage or a count: write "
+                f"'{given:g}%' or {given:g}."
             )
         if self.steps is not None and require_whole("budget steps", self.steps) == 0:
             raise OptionError("budget steps=0 must be at least 1.")
@@ -74,10 +86,19 @@ class Budget:
 
     @property
     def value(self) -> float:
-        """The limit as it was given."""
-        value = self.macs if self.params is None else self.params
-        assert value is not None
-        return value
+        """The limit as a number: a share of dense up to 1, or a count."""
+        assert self._given is not None and not isinstance(self._given, str)
+        return self._given
+
+    @property
+    def _given(self) -> int | float | str | None:
+        return self.macs if self.params is None else self.params
+
+    @property
+    def hint(self) -> str:
+        """Return the end of an error about a count that was probably meant as a percentage."""
+        percentage = 1 < self.value <= 100
+        return f" Did you mean {self.kind}='{self.value:g}%'?" if percentage else ""
 
     def __str__(self) -> str:
         shown = self.value if self.value <= 1 else f"{int(self.value):,}"

@@ -20,12 +20,13 @@ from maestro_lod.amounts import amount_of
 from maestro_lod.app.commands import options
 from maestro_lod.app.own import called, own_function, with_article
 from maestro_lod.app.recipe import load_recipe
+from maestro_lod.app.recipe_files import recipe_names
 from maestro_lod.app.setup import data_of, dense_model_of
 from maestro_lod.app.terminal import say
 from maestro_lod.calls import Call, as_call
 from maestro_lod.checkpoint import save
 from maestro_lod.deploy.export import export
-from maestro_lod.errors import DataError, OptionError, listed
+from maestro_lod.errors import DataError, OptionError, listed, nearest
 from maestro_lod.installing import install
 from maestro_lod.planning import Tied
 from maestro_lod.pretrained.calibration import split_batch
@@ -169,6 +170,12 @@ def _opened(source: str, data: str | None, count: int) -> tuple[nn.Module, list[
             raise OptionError("--data is missing: what the model sees decides what can go.")
         model = _extra("maestro_lod.pretrained.directory").open_model(path)
         return model, _batches(data, path, count), False
+    if source not in (names := recipe_names()) and path.suffix not in (".yaml", ".yml"):
+        raise OptionError(
+            f"{source!r} is neither a directory nor a recipe.{nearest(source, names)} For a model "
+            f"on a hub, download it first (hf download {source} --local-dir {path.name}) and give "
+            "the directory."
+        )
     recipe = load_recipe(source, [])
     own = data_of(recipe)
     model = dense_model_of(recipe, own)

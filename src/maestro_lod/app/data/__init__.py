@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maestro_lod.app.data.batches import USUAL_SHARE, Batches, Data, Request
+from maestro_lod.app.own import nearest_name
 from maestro_lod.errors import DataError, OptionError, listed, nearest
 from maestro_lod.installing import install
 
@@ -41,7 +42,7 @@ def load_data(
     """
     if name not in DATA:
         raise OptionError(
-            f"data {name!r} is unknown, not one of {listed(DATA)}.{nearest(name, DATA)}"
+            f"data {name!r} is unknown, not one of {listed(DATA)}.{nearest_name(name, DATA)}"
         )
     request = Request(name, batch, seed, directory, validation, limit)
     try:
