@@ -14,7 +14,9 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 import maestro_lod as lod
+from maestro_lod.calls import Call
 from maestro_lod.checkpoint import save_plain
+from maestro_lod.deploy.export import opened
 from maestro_lod.layers import Experts, LowRankStack, SortedExperts, Stack, StackedProduct
 from maestro_lod.layers.experts import ROUTED, apply_stacked
 
@@ -248,13 +250,22 @@ def test_a_second_call_decomposes_the_other_stack(family: str) -> None:
     assert_same(logits(model, inputs), expected)
 
 
-def test_it_is_exported_as_one_graph_that_fits_any_choice_of_experts() -> None:
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+def test_it_is_exported_as_one_graph_that_fits_any_batch_and_choice_of_experts(
+    suffix: str, tmp_path: Path
+) -> None:
     model = lod.extract(lod.decompose(model_of("Mixtral"), ranks=4))
     experts = model.model.layers[0].mlp.experts
-    rows, weights = torch.randn(12, 32), torch.rand(12, 2)
-    one, other = torch.randint(0, 4, (12, 2)), torch.randint(0, 4, (12, 2))
-    program = torch.export.export(experts, (rows, one, weights)).module()
-    torch.testing.assert_close(program(rows, other, weights), experts(rows, other, weights))
+
+    def call(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.randn(rows, 32), torch.randint(0, 4, (rows, 2)), torch.rand(rows, 2)
+
+    path = tmp_path / f"experts.{suffix}"
+    assert lod.export(experts, path, example=call(2)).batch is None
+    for rows in (1, 3, 12):
+        inputs = call(rows)
+        (answer,) = opened(path)(Call(inputs, {}))
+        torch.testing.assert_close(answer, experts(*inputs), **CLOSE)
 
 
 # -- what is left alone ------------------------------------------------------------------------

@@ -301,7 +301,8 @@ def test_a_model_with_a_fixed_batch_is_exported_for_that(tmp_path: Path) -> None
             return self.line(x).reshape(2, -1)[:, :12]
 
     small = lod.extract(lod.decompose(Paired(), ranks=1))
-    done = export(small, tmp_path / "paired.pt2", example=torch.empty(4, 6))
+    with pytest.warns(UserWarning, match=r"Paired is exported for batch size 4 only: .*\(.+\)"):
+        done = export(small, tmp_path / "paired.pt2", example=torch.empty(4, 6))
     assert done.batch == 4
     assert "batch size 4 only" in str(done)
 

@@ -67,12 +67,12 @@ def structure_of(model: nn.Module) -> Structure:
 
 def without_needless(structure: Structure) -> Structure:
     """Leave out opened layers of which no part is left that needs it."""
-    changed = [n for n, form in structure.items() if form.kind in ("low-rank", "factored")]
-    return {
-        name: form
+    holders = {
+        name.rpartition(".")[0]
         for name, form in structure.items()
-        if form != OPENED or any(part.rpartition(".")[0] == name for part in changed)
+        if form.kind in ("low-rank", "factored")
     }
+    return {n: form for n, form in structure.items() if form != OPENED or n in holders}
 
 
 def svd(name: str, dense: nn.Module, rank: int) -> LowRank:

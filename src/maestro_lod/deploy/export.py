@@ -210,7 +210,10 @@ def _onnx_file() -> Any:
 
 
 def _traced(model: nn.Module, call: Call, format: str) -> tuple[ExportedProgram, int | None]:
-    """Trace a model for any batch size if it can be, else for the example's, which is returned."""
+    """Trace a model for any batch size if it can be, else for the example's, which is returned.
+
+    That the batch is fixed is told in a warning, with torch's reason.
+    """
     device, size = device_of(model), batch_of(call)
     several = max(size, 2)  # tracing takes a batch of one for a constant
     traced = drawn_call(call, device, batch=several)
@@ -221,10 +224,16 @@ def _traced(model: nn.Module, call: Call, format: str) -> tuple[ExportedProgram,
     try:
         exported = torch.export.export(model, traced.args, traced.kwargs, dynamic_shapes=shapes)
         return exported, None
-    except Exception:  # whatever torch says, the attempt at one size tells if it is the batch
+    except Exception as error:  # whatever it is, the attempt at one size tells if it is the batch
         traced = drawn_call(call, device)
         with _refusing(model, format):
-            return torch.export.export(model, traced.args, traced.kwargs), size
+            exported = torch.export.export(model, traced.args, traced.kwargs)
+        warnings.warn(
+            f"{type(model).__name__} is exported for batch size {size} only: it cannot be traced "
+            f"for any size ({_in_one_line(error)}).",
+            stacklevel=4,
+        )
+        return exported, size
 
 
 def _reloaded(model: nn.Module, path: Path) -> Runner:
@@ -245,11 +254,14 @@ def _refusing(model: nn.Module, format: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
         raise LayerError(
-            f"{type(model).__name__} cannot be exported as {format} "
-            f"({type(error).__name__}: {reason})."
+            f"{type(model).__name__} cannot be exported as {format} ({_in_one_line(error)})."
         ) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    reason = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {reason}"
 
 
 @contextmanager

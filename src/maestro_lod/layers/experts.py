@@ -49,8 +49,8 @@ def apply_stacked(rows: Tensor, experts: Tensor, *stacks: Tensor) -> Tensor:
 
     `experts` says whose each row is, in ascending order.
     """
-    number = len(stacks[0])
-    if rows.is_meta or len(rows) <= number or _needs_one_graph():
+    number = stacks[0].shape[0]  # len() of a tensor would fix the batch of an exported graph
+    if _needs_one_graph() or rows.is_meta or rows.shape[0] <= number:
         columns = rows[:, :, None]
         for stack in stacks:
             columns = stack[experts] @ columns
@@ -195,7 +195,8 @@ class SortedExperts(Experts):
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         rows = hidden_states.view(-1, hidden_states.shape[-1])
         number = self._original[0].num_experts
-        experts = torch.arange(number, device=rows.device).repeat_interleave(len(rows) // number)
+        each = rows.shape[0] // number
+        experts = torch.arange(number, device=rows.device).repeat_interleave(each)
         return self._outputs(rows, experts)
 
     def _gated(self, inner: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TypeGuard
 
 from torch import Tensor, nn
@@ -20,11 +20,12 @@ def tables_of(model: nn.Module) -> set[Tensor]:
     return {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
-def switch_off_fast_paths(model: nn.Module, changed: Iterable[str]) -> None:
+def switch_off_fast_paths(model: nn.Module, changed: Collection[str]) -> None:
     """Keep torch's transformer layers from reading dense weights past low-rank layers."""
+    containers = {name[:at] for name in changed for at, c in enumerate(name) if c == "."}
+    containers |= {""} if changed else set()
     for name, module in model.named_modules():
-        inside = f"{name}." if name else ""
-        if not any(layer.startswith(inside) for layer in changed):
+        if name not in containers:
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # only the fast path looks at it

@@ -59,9 +59,7 @@ Int8 = Annotated[
 ShareTied = Annotated[
     bool, typer.Option("--share-tied", help="Decompose an embedding that is tied to the head.")
 ]
-Fast = Annotated[
-    bool, typer.Option("--fast", help="No correction: no copy of the model, less time.")
-]
+Fast = Annotated[bool, typer.Option("--fast", help="No correction: less time, a larger loss.")]
 Steps = Annotated[int, typer.Option(min=0, help="Steps of healing by the original.")]
 
 
