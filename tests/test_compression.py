@@ -43,6 +43,48 @@ def test_the_limit_is_kept_by_what_is_deployed():
     assert f"{done.params:,} of" in str(done)
 
 
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("tied", [False, True], ids=["linear", "tied"])
+def test_what_is_said_is_in_the_file_and_in_what_is_loaded(sequential, tied, tmp_path):
+    teacher, data = trained()
+    if tied:
+        torch.manual_seed(0)
+        teacher, data = Tied(), [torch.randint(40, (8, 12)) for _ in range(3)]
+    model = copy.deepcopy(teacher)
+    done = compress(
+        model, data, max_params=0.9, sequential=sequential, tied="share" if tied else "keep"
+    )
+    file = tmp_path / "model.safetensors"
+    lod.save(model, file)
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    loaded = lod.load(file, into=copy.deepcopy(teacher))
+    assert file.stat().st_size - header == done.bytes <= 0.9 * done.dense_bytes
+    assert count_params(loaded) == count_params(model) == done.params <= 0.9 * done.dense_params
+    assert lod.ranks(loaded) == done.ranks
+    share = done.bytes / done.dense_bytes
+    assert f"{done.bytes:,} of {done.dense_bytes:,} bytes ({share:.2f}×)" in str(done)
+    torch.testing.assert_close(loaded(data[0]), model(data[0]))
+
+
+def test_a_layer_that_is_not_cut_keeps_its_weights_unless_it_is_fitted():
+    teacher, data = trained()
+    model = copy.deepcopy(teacher)
+    done = compress(model, data, max_params=0.9, sequential=False)
+    kept = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
+    assert kept
+    for name in kept:
+        assert torch.equal(model.get_submodule(name).weight, teacher.get_submodule(name).weight)
+    assert not {*kept} & done.ranks.keys()
+
+
+def test_a_limit_that_cuts_nothing_is_refused(snapshot):
+    model, data = trained()
+    before = snapshot(model)
+    with pytest.raises(OptionError, match="no layer would be cut"):
+        compress(model, data, max_params=1.0)
+    before.assert_unchanged(model)
+
+
 def test_each_part_brings_the_model_closer_to_the_original():
     teacher, data = trained()
     fresh = torch.randn(256, 24) * torch.logspace(0.5, -1, 24)

@@ -163,8 +163,9 @@ class Plan:
         ranks = self.wanted() if ranks is None else ranks
         wanted = {name: Form("low-rank", rank) for name, rank in ranks.items()}
         opened = {n: OPENED for n, parts in self.opened.items() if wanted.keys() & set(parts)}
-        heads = {head: Form("shared", factors_of=e) for head, e in self.heads.items()}
-        return {**structure_of(self._model), **opened, **wanted, **heads}
+        found = {**structure_of(self._model), **opened, **wanted}
+        heads = {h: Form("shared", factors_of=e) for h, e in self.heads.items() if e in found}
+        return {**found, **heads}
 
     def _examine(self, name: str, module: nn.Module) -> bool:
         """List one module; say whether that deals with its submodules too."""

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from maestro_lod.cost import Costs
+from maestro_lod.cost import Costs, better_forms, count_params
 from maestro_lod.deploy.limits import require_limits
-from maestro_lod.errors import DataError, LayerError, require_whole
+from maestro_lod.errors import DataError, LayerError, OptionError, require_whole
 from maestro_lod.handover import copy_on_meta
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
+from maestro_lod.layers.ranks import ranks as ranks_of
 from maestro_lod.planning import Plan, Tied
 from maestro_lod.pretrained.allocation import energies_of, ranks_within
 from maestro_lod.pretrained.calibration import Batches, Calibration, calibrate, split_batch
@@ -26,7 +27,8 @@ from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.outputs import SoftLoss, own_outputs
 from maestro_lod.pretrained.sequential import correct
 from maestro_lod.structure import Fill, restructure, structure_of, uninitialized
-from maestro_lod.surgery import require_usable_weights
+from maestro_lod.surgery import fuse, require_usable_weights
+from maestro_lod.tensors import distinct
 from maestro_lod.train.evaluate import Loss, recalibrate
 
 Progress = Callable[[str, int, int], None]
@@ -40,13 +42,23 @@ class Compressed:
     """What a compression has made."""
 
     ranks: dict[str, int]
+    """Of the low-rank layers; the others are dense at every size."""
     params: int
-    """Of the model as it will be deployed."""
+    """Of the model as it is saved and loaded."""
     dense_params: int
+    bytes: int
+    """Of the tensors in a file of the model."""
+    dense_bytes: int
 
     def __str__(self) -> str:
-        share = self.params / max(1, self.dense_params)
-        return f"{self.params:,} of {self.dense_params:,} parameters ({share:.2f}×)"
+        return (
+            f"{_share('parameters', self.params, self.dense_params)}, "
+            f"{_share('bytes', self.bytes, self.dense_bytes)}"
+        )
+
+
+def _share(what: str, count: int, of: int) -> str:
+    return f"{count:,} of {of:,} {what} ({count / max(1, of):.2f}×)"
 
 
 def compress(
@@ -64,7 +76,8 @@ def compress(
 ) -> Compressed:
     """Cut a pretrained model to a limit, in place; it stays low-rank, with ordered ranks.
 
-    `max_params` is a number, or as a float a share of the model's parameters. `loss(output,
+    `max_params` is a number, or as a float a share of the model's parameters. Layers that factors
+    would not make smaller stay dense. `loss(output,
     target)` says how much outputs count; by default the model's own, which need no targets:
     `maestro_lod.pretrained.outputs.own_scores` is better for class scores that are a plain tensor.
     `sequential` fits the layers in order to the original, `healing` is for so many steps, with
@@ -83,7 +96,8 @@ def compress(
     require_usable_weights(plan)
     _require_inside(model, plan)
     seen = calibrate(model, _Counted(data, progress), loss=loss, tied=tied, kept=kept)
-    ranks, costs = _chosen(model, plan, max_params, seen, kept)
+    before = _size(model)
+    ranks = _chosen(model, plan, max_params, seen, kept, fitted=sequential)
     replaced = (plan.dense[name].weight for name in ranks)
     shared = replaced if sequential or healing else model.parameters()
     compressed = copy.deepcopy(model, {id(weight): weight for weight in shared})
@@ -92,6 +106,7 @@ def compress(
     )
     if sequential:
         _correct(compressed, model, data, seen, kept, progress)
+        fuse(compressed)
     else:
         recalibrate(compressed, [(split_batch(batch)[0], None) for batch in data])
     if healing:
@@ -99,7 +114,14 @@ def compress(
              checkpoint=kept.file("healing"),
              progress=lambda step, _: progress("healing", step, healing))  # fmt: skip
     _take_over(model, compressed)
-    return Compressed(ranks, costs.at(ranks).params, costs.dense.params)
+    (params, size), (dense_params, dense_size) = _size(model), before
+    return Compressed(ranks_of(model), params, dense_params, size, dense_size)
+
+
+def _size(model: nn.Module) -> tuple[int, int]:
+    """Return the parameters of a model, and the bytes of its tensors in a file."""
+    stored, _ = distinct(model.state_dict())
+    return count_params(model), sum(tensor.nbytes for tensor in stored.values())
 
 
 def _require_inside(model: nn.Module, plan: Plan) -> None:
@@ -111,15 +133,36 @@ def _require_inside(model: nn.Module, plan: Plan) -> None:
 
 
 def _chosen(
-    model: nn.Module, plan: Plan, max_params: float, seen: Calibration, kept: Kept
-) -> tuple[dict[str, int], Costs]:
-    """Return the ranks that lose least within a limit, and what the model costs at any ranks."""
-    costs = Costs(restructure(copy_on_meta(model), plan.structure(), fill=uninitialized), None)
+    model: nn.Module,
+    plan: Plan,
+    max_params: float,
+    seen: Calibration,
+    kept: Kept,
+    *,
+    fitted: bool,
+) -> dict[str, int]:
+    """Return the ranks that lose least within a limit, of all layers that are to have factors.
+
+    These are the layers that factors make smaller, and, to be `fitted`, all that can be.
+    """
+    decomposed = restructure(copy_on_meta(model), plan.structure(), fill=uninitialized)
     layers = {name: plan.dense[name] for name in plan.wanted()}
     ranks: dict[str, int] = kept.part(
-        "ranks", lambda: ranks_within(max_params, costs, energies_of(layers, seen))
+        "ranks",
+        lambda: ranks_within(max_params, Costs(decomposed, None), energies_of(layers, seen)),
     )
-    return ranks, costs
+    forms = better_forms(decomposed, ranks, copied=False)
+    if "factored" not in forms.values():
+        raise OptionError(
+            f"max_params={max_params} is met by the model as it is: no layer would be cut. Give a "
+            "smaller limit."
+        )
+    made = low_rank_layers(decomposed)
+    return {
+        name: rank
+        for name, rank in ranks.items()
+        if forms[name] == "factored" or (fitted and made[name].positionwise)
+    }
 
 
 def _counting(fill: Fill, count: int, progress: Progress) -> Fill:
