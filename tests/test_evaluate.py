@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
 from maestro_lod import LoD, at_ranks, decompose, fit
 from maestro_lod.errors import OptionError
@@ -28,6 +29,7 @@ from maestro_lod.train.evaluate import (
     on_device,
     recalibrate,
 )
+from maestro_lod.train.sample import first_samples
 
 
 def class_batches(sizes: list[int], classes: int = 4, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -473,3 +475,14 @@ def test_recalibration_makes_a_submodel_usable() -> None:
         small = copy.deepcopy(dict(model.named_buffers()))
     recalibrate(model, batches)
     assert not torch.allclose(small["1.running_var"], model[1].running_var)
+
+
+def test_first_samples_are_the_same_ones_and_leave_the_global_generator_as_it_was():
+    inputs, targets = torch.arange(40.0).view(40, 1), torch.zeros(40, dtype=torch.int64)
+    data = TensorDataset(inputs, targets)
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first, again = first_samples(loader, 16), first_samples(loader, 16)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first[0][0], again[0][0])

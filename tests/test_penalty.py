@@ -261,6 +261,16 @@ def test_gradients_accumulate_with_those_of_the_loss():
 # -- importance --------------------------------------------------------------------------------
 
 
+def test_importance_of_large_factors_is_finite_and_shrinks_nothing():
+    model = decompose(nn.Linear(6, 6, bias=False))
+    with torch.no_grad():
+        model.u.fill_(1e19)
+        model.v.fill_(1e19)
+    expected = torch.arange(6, 0, -1).double() * 6 * 1e38
+    torch.testing.assert_close(importance(model)[""], expected, rtol=1e-6, atol=0.0)
+    assert shrink(model, threshold=1e-7) == {}
+
+
 @settings(max_examples=30)
 @given(kinds=kinds, seed=seeds)
 def test_importance_is_the_tail_product(kinds, seed):

@@ -29,7 +29,9 @@ from maestro_lod import (
     save,
     shrink,
 )
+from maestro_lod.errors import TrainingError
 from maestro_lod.layers import LowRank
+from maestro_lod.train.order import order_ranks
 
 KEEP = {"0": 2, "3": 4, "5": 1}
 
@@ -505,9 +507,23 @@ def test_an_averaged_model_shrinks_along():
     assert ema(x).isfinite().all()
 
 
+def test_an_averaged_model_that_would_miss_a_shrink_is_refused_before_anything_changes(snapshot):
+    model = low_rank_model()
+    ema, of_another = AveragedModel(model), AveragedModel(copy.deepcopy(model))
+    zero_tails(model)
+    before = snapshot(model)
+    for change in (lambda: shrink(model, threshold=1e-9), lambda: order_ranks(model)):
+        with pytest.raises(TrainingError, match=r"AveragedModel.*ema="):
+            change()
+        before.assert_unchanged(model)
+    del ema
+    shrink(model, threshold=1e-9)
+    assert ranks(model) == KEEP != ranks(of_another.module)
+
+
 def test_an_averaged_model_that_missed_a_shrink_is_refused(snapshot):
     model = low_rank_model()
-    ema = AveragedModel(model)
+    ema = AveragedModel(copy.deepcopy(model))
     zero_tails(model)
     shrink(model, threshold=1e-9)
     assert ranks(ema.module) == {"0": 5, "3": 6, "5": 3}

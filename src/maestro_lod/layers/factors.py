@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -36,6 +37,19 @@ def _untrained(factor: Tensor) -> Tensor:
     if dist.is_available() and dist.is_initialized():
         return factor.detach() + factor[:0].sum()
     return factor.detach()
+
+
+class _Origin:
+    """A weak reference to a layer: the same in copies of the layer, none after unpickling."""
+
+    def __init__(self, layer: Factors | None = None) -> None:
+        self.layer = (lambda: None) if layer is None else weakref.ref(layer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Origin:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Origin], tuple[()]]:
+        return _Origin, ()
 
 
 class RanksCutWarning(UserWarning):
@@ -77,6 +91,7 @@ class Factors(nn.Module):
         self.positions = None
         self._active: int | None = None  # where no block of the running context says otherwise
         self._trainable: tuple[bool, bool] | None = None  # of factors that are frozen while empty
+        self._origin, self._copied_from = _Origin(self), _Origin()
         self._compiled = False
         self._blocks: list[tuple[int, int]] = []  # open in any context: their ids and ranks
         # The last of these ranks for compiled graphs, or else the active one: as a tensor it can
@@ -103,6 +118,11 @@ class Factors(nn.Module):
             trainable=weight.requires_grad,
         )
         return layer.train(dense.training)
+
+    @property
+    def source(self) -> Factors | None:
+        """The layer that this one is a deep copy of, if it still exists."""
+        return self._copied_from.layer()
 
     @property
     def rank(self) -> int:
@@ -209,6 +229,7 @@ class Factors(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled layer, which is inside of no block."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._origin, self._copied_from = _Origin(self), self._origin
         self._blocks = []
         self._set_limit()
 

@@ -15,6 +15,7 @@ from maestro_lod.distributed.shards import fill, gathered
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.layers.svd import svd_factors
+from maestro_lod.train.averages import require_no_other_average
 
 
 @torch.no_grad()
@@ -37,6 +38,7 @@ def order_ranks(
     factor, and the averaged copy, are brought to the new directions too. Factors that are sharded
     are gathered one layer at a time.
     """
+    require_no_other_average(model, ema)
     averaged = {} if ema is None else low_rank_layers(ema.module)
     for name, layer in low_rank_layers(model).items():
         if layer.rank and all(factor.requires_grad for factor in layer.stored_factors()):

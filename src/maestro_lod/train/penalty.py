@@ -208,9 +208,20 @@ def add_group_lasso_gradients(
 
 @torch.no_grad()
 def importance(model: nn.Module) -> dict[str, Tensor]:
-    """Return ‖U_b:‖·‖V_b:‖ for b = 1 … rank of each layer: what `shrink` compares."""
+    """Return ‖U_b:‖·‖V_b:‖ for b = 1 … rank of each layer: what `shrink` compares.
+
+    In float32 or better; in float64 where squares or products would be too large for float32.
+    """
     layers = require_low_rank(model)
-    tails = _tail_squares(_factors(layers.values())).sqrt().flip(1)
+    factors = _factors(layers.values())
+    values = _importance(layers, factors)
+    if all(bool(value.isfinite().all()) for value in values.values()):
+        return values
+    return _importance(layers, [factor.double() for factor in factors])
+
+
+def _importance(layers: Mapping[str, LowRank], factors: Sequence[Tensor]) -> dict[str, Tensor]:
+    tails = _tail_squares(factors).sqrt().flip(1)
     return {
         name: tails[2 * i, : layer.rank] * tails[2 * i + 1, : layer.rank]
         for i, (name, layer) in enumerate(layers.items())

@@ -25,15 +25,20 @@ SAMPLES = 2048  # of the training set, in the one batch that a search looks at; 
 
 
 def first_samples(train_data: Iterable[Batch], count: int = SAMPLES) -> list[Batch]:
-    """Return the same training samples each time, as one batch where they can be put together."""
-    torch.manual_seed(0)
+    """Return the same training samples each time, as one batch where they can be put together.
+
+    Data that draws from torch's global generator begins at a fixed seed; afterwards the generator
+    is where it was.
+    """
     batches: list[Batch] = []
     found = 0
-    for inputs, target in train_data:
-        batches.append((inputs, target))
-        found += samples_in(target)
-        if found >= count:
-            break
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        for inputs, target in train_data:
+            batches.append((inputs, target))
+            found += samples_in(target)
+            if found >= count:
+                break
     if not batches:
         raise OptionError("the training data is empty: there is nothing to search on.")
     if all(isinstance(part, Tensor) for batch in batches for part in batch):

@@ -26,6 +26,7 @@ from maestro_lod.errors import (
 )
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers, require_low_rank
+from maestro_lod.train.averages import require_no_other_average
 from maestro_lod.train.penalty import importance
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ def cut(
     ranks = {name: max(rank, int(layers[name].sharded)) for name, rank in ranks.items()}
     lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
     if lost:
+        require_no_other_average(model, ema)
         reshard(model)
         for wrapper in wrappers:
             release(wrapper)
