@@ -45,7 +45,7 @@ def trained(task: str, changes: list[str]) -> dict[str, Any]:
         for suffix in (".py", ".yaml"):
             shutil.copy(TASKS / f"{task}{suffix}", place)
         change = [part for text in changes for part in ("--set", text)]
-        command = [sys.executable, "-m", "maestro_lod.app.cli", "train", f"{task}.yaml", *change]
+        command = [sys.executable, "-m", "maestro_lod", "train", f"{task}.yaml", *change]
         before = _children_seconds()
         done = subprocess.run(
             [*command, "--out", "run", "--quiet"], cwd=place, capture_output=True, text=True,

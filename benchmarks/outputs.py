@@ -50,7 +50,7 @@ def said(command: str, place: Path) -> str:
     """Return what a command writes to both streams of a pipe, and its exit code if it is not 0."""
     arguments = shlex.split(command)[1:]
     done = subprocess.run(
-        [sys.executable, "-m", "maestro_lod.app.cli", *arguments], cwd=place, text=True,
+        [sys.executable, "-m", "maestro_lod", *arguments], cwd=place, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, env=_environment(place),
     )  # fmt: skip
     code = f"\n(exit code {done.returncode})" if done.returncode else ""

@@ -422,7 +422,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     )
     assert lod("train", "mine.yaml", "--out", "whole").code == 0
     monkeypatch.setenv("SECONDS_PER_BATCH", "0.2")  # six seconds to press it in
-    command = [sys.executable, "-m", "maestro_lod.app.cli", "train", "mine.yaml", "--out", "run"]
+    command = [sys.executable, "-m", "maestro_lod", "train", "mine.yaml", "--out", "run"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = []

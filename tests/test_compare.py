@@ -473,7 +473,7 @@ def main() -> None:
         place = Path(name)
         write_task(place)
         command = [
-            *(sys.executable, "-m", "maestro_lod.app.cli", "compare", "task.yaml", "--sizes"),
+            *(sys.executable, "-m", "maestro_lod", "compare", "task.yaml", "--sizes"),
             *("0.6,0.5", "--seeds", "2", "--lr-trials", "2", "--methods", ",".join(METHODS)),
             *("--quiet", "--set", "epochs=40"),
         ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from maestro_lod.app import cli, together
 from maestro_lod.app.recipe import load_recipe
 from maestro_lod.app.run import Run
 from maestro_lod.errors import OptionError
@@ -98,3 +101,59 @@ def test_a_directory_without_the_setting_is_not_searched(
     (tmp_path / "run" / "ownparts.py").write_text("raise SystemExit('hostile')")
     with pytest.raises(OptionError, match="cannot import 'ownparts'"):
         Run.open(tmp_path / "run", trust=True).trained()
+
+
+# -- code of others ------------------------------------------------------------------------------
+
+SHADOW = "import pathlib; pathlib.Path(__file__).with_name('ran').touch(); raise SystemExit(9)"
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run directory of built-in parts, with modules that shadow installed ones in it."""
+    made = tmp_path / "hostile"
+    made.mkdir()
+    for name in ("safetensors", "torch", "yaml", "pyarrow", "optuna", "lenet", "never_installed"):
+        (made / f"{name}.py").write_text(SHADOW)
+    settings = {"model": "lenet", "data": "digits", "epochs": 1, "code": str(made)}
+    (made / "config.yaml").write_text(json.dumps(settings))
+    return made
+
+
+@pytest.mark.parametrize("command", ["summary", "frontier", "bench", "deploy", "resume", "report"])
+@pytest.mark.parametrize("where", [".", "hostile"])
+def test_no_folder_is_searched_for_parts_that_are_built_in(
+    hostile: Path, command: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(hostile if where == "." else hostile.parent)
+    before = [*sys.path]
+    out = ["--out", "phone"] if command == "deploy" else []
+    with pytest.raises(SystemExit):
+        cli.main([command, where, *out])
+    assert sys.path == before and not (hostile / "ran").exists()
+
+
+def test_a_folder_of_own_code_shadows_nothing(
+    hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(tmp_path / "project" / "ownparts.py", hostile)
+    (hostile / "mine.yaml").write_text(RECIPE)
+    monkeypatch.chdir(hostile)
+    before = [*sys.path]
+    Run.create(load_recipe("mine.yaml"), tmp_path / "run").train()
+    assert sys.path == [*before, str(hostile)]
+    assert not (hostile / "ran").exists()
+
+
+@pytest.mark.parametrize("how", ["-m maestro_lod", "path", "lod"])
+def test_the_program_does_not_import_from_where_it_is_started(hostile: Path, how: str) -> None:
+    started = {
+        "-m maestro_lod": ["-m", "maestro_lod"],
+        "path": [str(together._PROGRAM)],
+        "lod": ["-c", "import sys; del sys.path[0]; from maestro_lod.app.cli import main; main()"],
+    }[how]
+    done = subprocess.run(
+        [sys.executable, *started, "summary", "."], cwd=hostile, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("lod: the run in . has not finished")
+    assert not (hostile / "ran").exists()

@@ -164,7 +164,3 @@ def main(arguments: list[str] | None = None) -> None:
         traceback.print_exc()
         code = complain("this is a fault of lod, not yours; please report it with the above.", 1)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,33 @@ class OwnCodeError(MaestroError, RuntimeError):
 
 
 def names_own_code(settings: Mapping[str, Any]) -> bool:
-    """Say whether settings, as they are written, name a function of their user's own."""
+    """Return whether settings, as they are written, name a function of their user's own."""
     chosen = (settings.get(key) for key in ("model", "data", "loss", "method"))
     names = (part.get("name") if isinstance(part, Mapping) else part for part in chosen)
     return any(isinstance(name, str) and ":" in name for name in names)
 
 
-def search_modules_in(folder: object) -> None:
-    """Let own modules be found in a folder too, before all others."""
-    if folder is not None and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+def _make_importable(module: str, code: object) -> None:
+    """Search a folder for modules too if it has this one; after all others, so it shadows none."""
+    top = module.partition(".")[0]
+    installed = PathFinder.find_spec(top)
+    if top in sys.modules or (installed is not None and installed.loader is not None):
+        return
+    for folder in [code] * isinstance(code, str | Path) + [Path.cwd()]:
+        if PathFinder.find_spec(top, [str(folder)]) is not None:
+            sys.path.append(str(folder))
+            return
 
 
-def own_function(name: str, what: str) -> Callable[..., Any]:
-    """Import a user's `package.module:function`."""
+def own_function(name: str, what: str, code: object = None) -> Callable[..., Any]:
+    """Import a user's `package.module:function`, whose consent is there.
+
+    Modules that are not installed are searched in the folder `code` and the working directory.
+    """
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise OptionError(f"{what} {name!r} must be written as package.module:function.")
-    search_modules_in(Path.cwd())
+    _make_importable(module_name, code)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

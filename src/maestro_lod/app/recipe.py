@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationError, create_model, mode
 from torch.optim import Optimizer
 
 from maestro_lod.app.findings import in_one_line
-from maestro_lod.app.own import names_own_code, own_function, search_modules_in
+from maestro_lod.app.own import names_own_code, own_function
 from maestro_lod.app.recipe_files import recipe_names, recipe_text
 from maestro_lod.app.sections import (
     Count,
@@ -208,11 +208,9 @@ def method_of(settings: Mapping[str, Any]) -> type[Settings]:
     name = _method_name(settings)
     if not isinstance(name, str):
         raise OptionError(f"method={shown(name)} must be text.")
-    search_modules_in(Path.cwd())
-    search_modules_in(settings.get("code"))  # first
     if ":" not in name:
         return method_named(name)
-    found: Any = own_function(name, "method")
+    found: Any = own_function(name, "method", settings.get("code"))
     if not isinstance(found, type) or not issubclass(found, Settings):
         raise OptionError(f"method {name!r} is no class of maestro_lod.train.method.Settings.")
     return found

@@ -78,7 +78,7 @@ def data_of(recipe: Recipe) -> Data:
     chosen = recipe.data
     torch.manual_seed(recipe.seed)  # for a user's function that draws or splits at random
     if ":" in chosen.name:
-        return _own_data(chosen, recipe.batch)
+        return _own_data(chosen, recipe)
     common: dict[str, Any] = {
         "batch": recipe.batch,
         "seed": recipe.seed,
@@ -138,7 +138,7 @@ class Builds:
         name = self.recipe.model.name
         what = f"model {name!r}"
         if ":" in name:
-            return own_function(name, "model"), what
+            return own_function(name, "model", self.recipe.code), what
         if name not in MODELS:
             raise OptionError(unknown_name("model", name, MODELS))
         return MODELS[name], what
@@ -200,7 +200,7 @@ def loss_of(recipe: Recipe) -> Loss:
     """Return the loss of a recipe, as it is trained with."""
     name = recipe.loss.name
     if ":" in name:
-        return own_function(name, "loss")
+        return own_function(name, "loss", recipe.code)
     if name != "cross_entropy":
         raise OptionError(unknown_name("loss", name, ["cross_entropy"]))
     return CrossEntropy(recipe.label_smoothing, recipe.reduction)
@@ -221,7 +221,7 @@ def _schedule(recipe: Recipe, data: Data) -> Schedule | None:
 # -- a user's own data ---------------------------------------------------------------------------
 
 
-def _own_data(chosen: settings.DataSettings, batch: int) -> Data:
+def _own_data(chosen: settings.DataSettings, recipe: Recipe) -> Data:
     """Call a user's data function with the batch size; it returns splits of (inputs, target)."""
     what = f"data {chosen.name!r}"
     for key in ("directory", "validation", "limit"):
@@ -230,8 +230,8 @@ def _own_data(chosen: settings.DataSettings, batch: int) -> Data:
                 f"data.{key} is for built-in data. {what} is called with batch and data.options: "
                 f"set data.options.{key} if it takes that."
             )
-    function = own_function(chosen.name, "data")
-    given = called(function, {"batch": batch, **chosen.options}, what)
+    function = own_function(chosen.name, "data", recipe.code)
+    given = called(function, {"batch": recipe.batch, **chosen.options}, what)
     if isinstance(given, Data):
         _first_batch(given.train, what)
         return given

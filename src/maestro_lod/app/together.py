@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from maestro_lod.errors import MaestroError, OptionError, TrainingError
 T = TypeVar("T")
 _torch: Any = dist  # which does not say that it exports all that it documents
 
+_PROGRAM = Path(__file__).parents[1] / "__main__.py"
 _WAIT = timedelta(minutes=30)  # for the first process, which tests and writes the model alone
 
 
@@ -58,7 +60,8 @@ def launch(arguments: Sequence[str], count: int, restarts: int) -> int:
     )  # fmt: skip
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
     try:
-        elastic_launch(config, sys.executable)("-m", "maestro_lod", *arguments)
+        # by its path: -m would search the working directory for modules first
+        elastic_launch(config, sys.executable)(str(_PROGRAM), *arguments)
     except ChildFailedError as error:  # each has said what was wrong
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code

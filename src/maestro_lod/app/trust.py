@@ -51,8 +51,8 @@ def _functions(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         name = section.get("name")
         if isinstance(name, str) and ":" in name:
             functions[key] = {"name": name, "options": section.get("options") or {}}
-    if functions and settings.get("code") is not None:
-        functions["code"] = {"name": str(settings["code"]), "options": {}}
+    if functions:  # the same names mean other functions elsewhere
+        functions["code"] = {"name": str(settings.get("code") or Path.cwd()), "options": {}}
     return functions
 
 
