@@ -310,7 +310,8 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("LOD_TRUST", raising=False)
     (tmp_path / "hostile.py").write_text(HOSTILE)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "result.json").write_text("{}")
+    result = {"summary": {"dense_params": 1}, "ledger": None, "seconds": 0, "epochs": 1}
+    (tmp_path / "run" / "result.json").write_text(json.dumps(result))
     yield tmp_path / "run"
     sys.modules.pop("hostile", None)
 
