@@ -680,3 +680,14 @@ def test_own_loss_on_mappings(lod: Lod) -> None:
     assert done.code == 0, done.err
     assert set(Run.open(Path("run")).result()["test"]) == {"loss"}
     assert "accuracy" not in done.out
+
+
+def test_resume_of_a_finished_run_removes_what_a_kill_left(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = sorted(run.iterdir())
+    (run / ".lock").write_text("process 1 on elsewhere")
+    (run / ".writing-report.html-x").mkdir()
+    with pytest.raises(SystemExit) as end:
+        cli.main(["resume", str(run)])
+    assert end.value.code == 2 and sorted(run.iterdir()) == before

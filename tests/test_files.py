@@ -16,7 +16,7 @@ from torch import nn
 
 import maestro_lod as lod
 from maestro_lod.errors import CheckpointError
-from maestro_lod.files import remove_leftovers, replacing
+from maestro_lod.files import open_to_append, remove_leftovers, replacing
 from maestro_lod.state import save_state
 
 
@@ -155,16 +155,27 @@ def test_permissions_of_what_others_write_meanwhile_stay(
         place.write_text("whole")
 
 
-def test_links_and_permissions_stay(tmp_path: Path) -> None:
+def test_permissions_stay_and_links_are_replaced(tmp_path: Path) -> None:
     real, link = tmp_path / "real.txt", tmp_path / "link.txt"
     real.write_text("old")
     real.chmod(0o600)
     link.symlink_to(real.name)
     with replacing(link) as place:
         place.write_text("new")
-    assert link.is_symlink() and real.read_text() == "new"
+    assert not link.is_symlink() and link.read_text() == "new" and real.read_text() == "old"
+    with replacing(real) as place:
+        place.write_text("new")
     assert stat.filemode(real.stat().st_mode) == "-rw-------"
     assert names(tmp_path) == ["link.txt", "real.txt"]
+
+
+def test_nothing_is_appended_to_what_a_link_leads_to(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.txt", tmp_path / "link.txt"
+    real.write_text("old")
+    link.symlink_to(real)
+    with pytest.raises(OSError):
+        open_to_append(link)
+    assert real.read_text() == "old"
 
 
 def test_trouble_of_others_is_theirs(tmp_path: Path) -> None:

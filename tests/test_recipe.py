@@ -430,5 +430,5 @@ def test_odd_yaml_is_refused_in_one_line(tmp_path: Path, text: str, message: str
 
 def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(OptionError, match="is no regular file"):
+    with pytest.raises(OptionError, match="is not a regular file"):
         load_recipe(str(tmp_path / "pipe.yaml"))

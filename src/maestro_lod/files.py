@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 from maestro_lod.errors import BusyError, CheckpointError
 
@@ -35,7 +36,8 @@ def replacing(path: Path) -> Iterator[Path]:
     with it, and a process that is killed leaves nothing but that directory, which the next one to
     write the file removes.
     """
-    target = Path(os.path.realpath(path))  # a link stays one
+    # a link is replaced too: in a directory of others it may lead to any file
+    target = Path(os.path.realpath(path.parent)) / path.name
     with writing(path):
         for left in target.parent.glob(f"{_PREFIX}{glob.escape(target.name)}-*"):
             if _deserted(left):
@@ -109,7 +111,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def _mode(target: Path, directory: Path) -> int:
     """Return the permissions of a file that is there, or of one that would be created plainly."""
-    if not target.exists():
+    if target.is_symlink() or not target.exists():
         target = directory / f"{target.name}.plain"
         target.touch()
     return stat.S_IMODE(target.stat().st_mode)
@@ -157,6 +159,39 @@ def _remove(place: Path) -> None:
         shutil.rmtree(place)
     else:
         place.unlink(missing_ok=True)
+
+
+def open_to_append(path: Path) -> IO[str]:
+    """Open a text file of our own to append to it; a link to another file is refused."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
+
+
+# -- directories of others -----------------------------------------------------------------------
+
+
+def require_no_link_out(directory: Path) -> None:
+    """Refuse a directory with links to files elsewhere."""
+    for file in sorted(directory.iterdir()):
+        require_no_link(file)
+
+
+def require_no_link(file: Path) -> None:
+    """Refuse a link to a file outside of its directory, unless to the blobs of a hub's cache."""
+    if not file.is_symlink() or file.is_dir():
+        return
+    inside = file.parent.resolve()
+    allowed = {inside}
+    if inside.parent.name == "snapshots":
+        allowed.add(inside.parents[1] / "blobs")
+    try:
+        found = file.resolve().parent
+    except RuntimeError:  # links to each other, up to Python 3.12
+        found = None
+    if found not in allowed:
+        raise CheckpointError(
+            f"{file} is a link to a file outside of the directory. Put the file in its place."
+        )
 
 
 # -- one process at a time -----------------------------------------------------------------------

@@ -41,16 +41,16 @@ def read_json_file(path: str | os.PathLike[str], shape: Shape = dict) -> Any:
         raise CheckpointError(f"{path} is damaged ({error}).") from None
 
 
-def read_limited(path: Path) -> bytes:
+def read_limited(path: Path, largest: int = LARGEST) -> bytes:
     """Return the bytes of a regular file that is not too large; devices and pipes would not end."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")
-        if status.st_size > LARGEST:
-            raise ValueError(f"{status.st_size:,} bytes are too many: {LARGEST:,} at most")
-        return file.read(LARGEST)
+        if status.st_size > largest:
+            raise ValueError(f"{status.st_size:,} bytes are too many: {largest:,} at most")
+        return file.read(largest)
 
 
 def parse_json(text: str | bytes, shape: Shape | None = None) -> Any:

@@ -160,7 +160,9 @@ def main(arguments: list[str] | None = None) -> None:
         code = complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}.", 1)
     except ModuleNotFoundError as error:
         code = complain(f"lod needs more than the library itself ({error}): {install('cli')}", 1)
-    except Exception:
+    except Exception as error:
+        if "embedded null" in str(error):
+            sys.exit(complain("a path has a NUL character in it. Give another.", 2))
         traceback.print_exc()
         code = complain("this is a fault of lod, not yours; please report it with the above.", 1)
     sys.exit(code)

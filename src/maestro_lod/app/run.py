@@ -35,7 +35,7 @@ from maestro_lod.app.yaml_settings import settings_in
 from maestro_lod.checkpoint import load, save
 from maestro_lod.cost import count_params, summary
 from maestro_lod.errors import CheckpointError, OptionError
-from maestro_lod.files import alone_in, remove_leftovers
+from maestro_lod.files import alone_in, remove_leftovers, require_no_link_out
 from maestro_lod.layers.ranks import low_rank_layers, match_ranks
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train.evaluate import evaluate, to_evaluate
@@ -83,6 +83,7 @@ class Run(RunDirectory):
         if not config.is_file():
             what = "holds no run (no config.yaml)" if directory.is_dir() else "is no directory"
             raise OptionError(f"{directory} {what}. A run is made by: lod train RECIPE --out DIR")
+        require_no_link_out(directory)
         settings = settings_in(config)
         if not trust:
             require_trust(settings, config)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from maestro_lod.errors import CheckpointError, OptionError, TrainingError
-from maestro_lod.files import replacing
+from maestro_lod.files import alone_in, open_to_append, remove_leftovers, replacing
 from maestro_lod.json_files import Shape, parse_json, read_json_file, read_limited
 from maestro_lod.train.record import EpochRecord
 
@@ -89,6 +89,11 @@ class RunDirectory:
     def finished(self) -> bool:
         return (self.directory / "result.json").exists()
 
+    def tidy(self) -> None:
+        """Remove what a process killed after the end of the run has left; the lock goes with it."""
+        with alone_in(self.directory):
+            remove_leftovers(self.directory)
+
     def result(self) -> dict[str, Any]:
         """Return what a finished run reached."""
         if not self.finished:
@@ -150,7 +155,7 @@ class RunDirectory:
 
     def append(self, record: EpochRecord) -> None:
         """Append an epoch to the metrics."""
-        with self.explained(), (self.directory / "metrics.jsonl").open("a") as file:
+        with self.explained(), open_to_append(self.directory / "metrics.jsonl") as file:
             file.write(_line(record))
 
 

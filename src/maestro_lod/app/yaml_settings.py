@@ -10,6 +10,9 @@ from typing import Any
 import yaml
 
 from maestro_lod.errors import OptionError
+from maestro_lod.json_files import read_limited, require_depth
+
+_LARGEST, _MOST = 2**20, 2**16  # bytes and values: YAML is read slowly, aliases repeat values
 
 
 def settings_in(path: Path) -> dict[str, Any]:
@@ -20,10 +23,8 @@ def settings_in(path: Path) -> dict[str, Any]:
 def text_of(path: Path) -> str:
     """Return the text of a recipe's file, or say why it cannot be read."""
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise OptionError(f"recipe {path} is no regular file.")  # a pipe would keep us waiting
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_limited(path, _LARGEST).decode("utf-8")
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OptionError(f"recipe {path} cannot be read ({reason}).") from None
 
@@ -51,11 +52,24 @@ for _tag in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
 
 
+def _loaded(text: str) -> Any:
+    """Return what YAML holds; refuse what aliases make too deep or too large."""
+    value = yaml.load(text, _Loader)
+    require_depth(value)
+    parts = [value]
+    for count, part in enumerate(parts):  # which grows
+        if count == _MOST:
+            raise ValueError("it has too many values")
+        if isinstance(part, dict | list):
+            parts += part.values() if isinstance(part, dict) else part
+    return value
+
+
 def parsed(text: str, source: str) -> dict[str, Any]:
     """Return the settings in a text; `source` says in errors where it came from."""
     try:
-        settings = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the second: no such date
+        settings = _loaded(text)
+    except Exception as error:  # tags with values that they cannot have raise anything
         reason = " ".join(str(error).split())
         raise OptionError(f"{source} is no valid YAML: {reason}") from None
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
@@ -83,8 +97,8 @@ def _apply(change: str, settings: dict[str, Any]) -> None:
     if not equals or not all((*outer, last)):
         raise OptionError(f"{change!r} is no setting: write key=value, such as budget.params=25%.")
     try:
-        value = yaml.load(text, _Loader) if text.strip() else None
-    except (yaml.YAMLError, ValueError, RecursionError):
+        value = _loaded(text) if text.strip() else None
+    except Exception:  # see above
         raise OptionError(f"the value in {change!r} is no valid YAML.") from None
     section = settings
     for part in outer:

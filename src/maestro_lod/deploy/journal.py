@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from maestro_lod.errors import CheckpointError
+from maestro_lod.files import open_to_append
 from maestro_lod.json_files import parse_json, read_limited
 
 _FORMAT = "maestro-lod search 1"
@@ -42,9 +43,9 @@ class Journal:
                 self._require_same(header, self._known.pop(0))
             elif not json.dumps(header).encode().startswith(rest):  # no start that was killed
                 raise _damaged(1, self._path)
+            self._file = open_to_append(self._path)
             if rest:  # of the last line; cut off only now that the file is known to be ours
-                os.truncate(self._path, len(raw) - len(rest))
-            self._file = self._path.open("a", encoding="utf-8")
+                self._file.truncate(len(raw) - len(rest))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self._path} cannot be used as a journal ({error}).") from error
         try:

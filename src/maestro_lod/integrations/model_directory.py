@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from maestro_lod.errors import CheckpointError, listed
+from maestro_lod.files import require_no_link_out
 from maestro_lod.json_files import read_json_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -35,7 +36,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
             f"{directory} holds an adapter ({_ADAPTER}). Merge it into its model first: "
             "model.merge_and_unload().save_pretrained(…)."
         )
-    _require_no_link_out(directory)
+    require_no_link_out(directory)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -47,19 +48,6 @@ def read_config(directory: Path) -> PreTrainedConfig:
             f"{directory / CONFIG} cannot be read ({first_line(error)})."
         ) from error
     return config
-
-
-def _require_no_link_out(directory: Path) -> None:
-    """Refuse links to files elsewhere; those of a hub's cache lead to its blobs."""
-    inside = directory.resolve()
-    allowed = {inside} | (
-        {inside.parents[1] / "blobs"} if inside.parent.name == "snapshots" else set()
-    )
-    for file in sorted(directory.iterdir()):
-        if file.is_symlink() and not file.is_dir() and file.resolve().parent not in allowed:
-            raise CheckpointError(
-                f"{file} is a link to a file outside of the directory. Put the file in its place."
-            )
 
 
 def architecture_of(config: PreTrainedConfig, directory: Path) -> type[PreTrainedModel]:

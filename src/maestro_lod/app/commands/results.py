@@ -25,6 +25,7 @@ from maestro_lod.cost import summary as summary_of
 from maestro_lod.deploy.frontier import require_method
 from maestro_lod.deploy.manifest import MANIFEST, matches_manifest, read_digests
 from maestro_lod.errors import CheckpointError, OptionError, listed
+from maestro_lod.files import require_no_link
 from maestro_lod.json_files import parse_json, read_limited
 
 
@@ -179,6 +180,8 @@ def verify(
     damaged = 0
     for file in files:
         try:
+            if file != path:
+                require_no_link(file)
             say(f"{file}: {_VERIFIED.get(file.suffix, _exported)(file)}")
         except CheckpointError as error:
             damaged += 1

@@ -97,6 +97,7 @@ def resume(
     """
     run = Run.open(directory, trust=trust)
     if run.finished:
+        run.tidy()
         raise OptionError(
             f"the run in {directory} has finished. To write its report anew: lod report {directory}"
         )

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from maestro_lod.app.yaml_settings import settings_in
 from maestro_lod.errors import CheckpointError, OptionError, listed, nearest
+from maestro_lod.files import require_no_link_out
 from maestro_lod.json_files import parse_json, read_json_file, read_limited
 from maestro_lod.train.record import EpochRecord
 
@@ -194,13 +194,11 @@ def _read(path: Path, name: str) -> ReportedRun:
     config = path / "config.yaml"
     if not config.is_file():
         raise CheckpointError(f"{path} is no run: {_what_is_there(path)}")
+    require_no_link_out(path)
     try:
-        settings = yaml.safe_load(config.read_bytes()) or {}
-    except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
-        raise CheckpointError(f"{config} is damaged ({problem}). Restore it.") from error
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{config} holds no settings but a {type(settings).__name__}.")
+        settings = settings_in(config)
+    except OptionError as error:
+        raise CheckpointError(f"{error} Restore it.") from error
     return ReportedRun(
         name=name,
         config=settings,
