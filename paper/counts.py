@@ -147,7 +147,7 @@ def low_rank(model: nn.Module, **choice: Any) -> nn.Module:
     return restructure(model, Plan(model, **options).structure(), fill=uninitialized)
 
 
-def both(what: str, found: Summary) -> Iterator[Count]:
+def both(what: str, found: Summary[int]) -> Iterator[Count]:
     yield Count(what, "params", found.params)
     yield Count(what, "MACs", found.macs)
 

@@ -322,9 +322,7 @@ def test_only_shapes_and_dtypes_of_the_example_matter() -> None:
     assert lod.summary(model, real) == lod.summary(model, real.detach().to("meta"))
 
 
-@pytest.mark.parametrize(
-    "example", [None, [torch.empty(2, 6)], 3, "x"], ids=["none", "list", "number", "text"]
-)
+@pytest.mark.parametrize("example", [[torch.empty(2, 6)], 3, "x"], ids=["list", "number", "text"])
 def test_something_that_is_no_example_is_refused(example: Any) -> None:
     with pytest.raises(OptionError, match=f"example is a {type(example).__name__}.*tensor"):
         lod.summary(nn.Linear(6, 6), example)
@@ -472,6 +470,19 @@ def test_a_summary_changes_nothing(fast_path: bool, snapshot: Callable[[nn.Modul
 def test_a_model_in_training_is_counted_on_a_single_sample() -> None:
     model = lod.decompose(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))).train()
     assert lod.summary(model, torch.empty(1, 6)).dense_macs == 36  # the norm alone would refuse
+
+
+def test_without_an_example_all_but_macs_is_counted() -> None:
+    model = lod.decompose(small_net(), ranks=2)
+    counted = lod.summary(model, torch.empty(1, 3, 8, 8))
+    result = lod.summary(model)
+    for one, other in zip((result, *result.layers), (counted, *counted.layers), strict=True):
+        assert one.macs is one.fused_macs is one.dense_macs is None
+        assert one.params == other.params
+        assert one.fused_params == other.fused_params
+        assert one.dense_params == other.dense_params
+    assert "MACs" not in str(result)
+    assert len(str(result).splitlines()) == len(str(counted).splitlines())
 
 
 def test_a_summary_draws_no_random_numbers() -> None:

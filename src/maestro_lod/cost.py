@@ -6,9 +6,10 @@ in which plain form each layer is deployed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, overload
 
 from torch import nn
 
@@ -19,6 +20,9 @@ from maestro_lod.layers.lowrank import LowRank, PlainForm
 from maestro_lod.layers.ranks import low_rank_layers, require_low_rank, unwrapped
 from maestro_lod.layers.uses import Use, uses_of
 from maestro_lod.table import Table, Tabular
+
+Macs = TypeVar("Macs", bound="int | None")
+"""A count of MACs, or None where no example of the input was given."""
 
 
 class Chooser(Protocol):
@@ -167,7 +171,7 @@ def count_bits(model: nn.Module, params: int | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class LayerCost:
+class LayerCost(Generic[Macs]):
     """One layer with a weight matrix, or everything else (kind "other")."""
 
     name: str
@@ -176,27 +180,30 @@ class LayerCost:
     rank: int | None
     full_rank: int | None
     params: int
-    macs: int
+    macs: Macs
     dense_params: int
-    dense_macs: int
+    dense_macs: Macs
     form: str
     """What `fuse` and `extract` choose for the layer: "dense" or "factored"."""
     fused_params: int
-    fused_macs: int
+    fused_macs: Macs
     """In that form; torch's recurrent layers multiply their factors out first."""
 
 
 @dataclass(frozen=True)
-class Summary(Tabular):
-    """The cost of a model: as it stands, fused (as `extract` gives it), and dense."""
+class Summary(Tabular, Generic[Macs]):
+    """The cost of a model: as it stands, fused (as `extract` gives it), and dense.
 
-    layers: tuple[LayerCost, ...]
+    MACs are None where no example of the input was given.
+    """
+
+    layers: tuple[LayerCost[Macs], ...]
     params: int
-    macs: int
+    macs: Macs
     fused_params: int
-    fused_macs: int
+    fused_macs: Macs
     dense_params: int
-    dense_macs: int
+    dense_macs: Macs
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -210,7 +217,7 @@ class Summary(Tabular):
                 "×".join(map(str, row.shape)),
                 "" if row.rank is None else f"{row.rank}/{row.full_rank}",
                 f"{row.params:,}",
-                f"{row.macs:,}",
+                *_macs_cell(row.macs),
                 row.form,
             )
             for row in self.layers
@@ -220,20 +227,45 @@ class Summary(Tabular):
             ("after fuse", self.fused_params, self.fused_macs),
             ("dense", self.dense_params, self.dense_macs),
         ):
-            of_params, of_macs = params / max(self.dense_params, 1), macs / max(self.dense_macs, 1)
-            share = f"{of_params:.2f}×, {of_macs:.2f}×"
-            rows.append((name, "", "", "", f"{params:,}", f"{macs:,}", share))
-        header = ("layer", "kind", "weight", "rank", "params", "MACs", "fuse")
-        return Table(header, rows, right=(3, 4, 5))
+            share = f"{params / max(self.dense_params, 1):.2f}×"
+            if macs is not None:
+                share += f", {macs / max(self.dense_macs or 0, 1):.2f}×"
+            rows.append((name, "", "", "", f"{params:,}", *_macs_cell(macs), share))
+        counts = ("params",) if self.macs is None else ("params", "MACs")
+        header = ("layer", "kind", "weight", "rank", *counts, "fuse")
+        return Table(header, rows, right=tuple(range(3, 4 + len(counts))))
 
 
-def summary(model: nn.Module, example: Example) -> Summary:
+def _macs_cell(macs: int | None) -> tuple[str, ...]:
+    return () if macs is None else (f"{macs:,}",)
+
+
+@overload
+def summary(model: nn.Module) -> Summary[None]: ...
+
+
+@overload
+def summary(model: nn.Module, example: Example) -> Summary[int]: ...
+
+
+def summary(model: nn.Module, example: Example | None = None) -> Summary[Any]:
     """Count parameters and MACs of a model and its layers, on an example input; changes nothing.
 
-    MACs are those of the whole example, so give it batch size 1 for MACs per sample.
+    MACs are those of the whole example, so give it batch size 1 for MACs per sample. Without an
+    example only parameters are counted.
     """
     model = unwrapped(model)
-    macs = dense_macs(model, example)
+    if example is None:
+        return _without_macs(_summary(model, DenseMacs(0, {}, defaultdict(int))))
+    return _summary(model, dense_macs(model, example))
+
+
+def _without_macs(counted: Summary[Any]) -> Summary[None]:
+    none: Any = dict.fromkeys(("macs", "fused_macs", "dense_macs"))
+    return replace(counted, layers=tuple(replace(row, **none) for row in counted.layers), **none)
+
+
+def _summary(model: nn.Module, macs: DenseMacs) -> Summary[int]:
     rows = list(_rows(model, macs))
     rest = count_params(model) - sum(row.params for row in rows)
     if rest > 0:
@@ -250,7 +282,7 @@ def summary(model: nn.Module, example: Example) -> Summary:
     )
 
 
-def _rows(model: nn.Module, macs: DenseMacs) -> Iterator[LayerCost]:
+def _rows(model: nn.Module, macs: DenseMacs) -> Iterator[LayerCost[int]]:
     layers = _deployed_layers(model) if low_rank_layers(model) else {}
     uses = {use.name: use for each in layers.values() for use in each.uses}
     seen: set[nn.Parameter] = set()  # shared ones count where they come first
@@ -271,7 +303,7 @@ def _rows(model: nn.Module, macs: DenseMacs) -> Iterator[LayerCost]:
 
 def _low_rank_row(
     name: str, use: Use, each: _DeployedLayer, macs: DenseMacs, params: int
-) -> LayerCost:
+) -> LayerCost[int]:
     layer, positions = each.layer, macs.positions[name]
     form = each.better_form(layer.rank)
     # of a shared head, the factors are the embedding's parameters
