@@ -364,6 +364,31 @@ class Differentiating(nn.Module):
             return y
 
 
+class RecurrentWithValues(nn.Module):
+    """Looks at values before it runs a recurrent layer."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn = kind(16, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x if x.sum().item() >= 0 else -x)[0]
+
+
+class RelativePositions(nn.Module):
+    """Multiplies activations by positions that are looked up in a table, in one of two ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.table, self.fc, self.way = nn.Embedding(11, 8), nn.Linear(8, 8), way
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, length, 8)
+        places = torch.arange(x.shape[1], device=x.device)
+        distances = (places[:, None] - places).clamp(-5, 5) + 5
+        found = self.table(distances) if self.way == "layer" else self.table.weight[distances]
+        return torch.einsum("bld,lrd->blr", self.fc(x), found)
+
+
 class Batched(nn.Module):
     """Multiplies by a stack of matrices in one of the ways there are; and activations by others."""
 
@@ -395,6 +420,11 @@ def test_batched_products_with_weights_count_and_those_of_activations_do_not(way
     assert [row.macs for row in rows] == [3 * 7 * 4 * 5]
 
 
+@pytest.mark.parametrize("way", ["layer", "index"])
+def test_products_with_positions_that_are_looked_up_do_not_count(way: str) -> None:
+    assert lod.summary(RelativePositions(way), torch.empty(3, 7, 8)).macs == 3 * 7 * 8 * 8
+
+
 @pytest.mark.parametrize(
     ("model", "example", "macs"),
     [
@@ -403,8 +433,18 @@ def test_batched_products_with_weights_count_and_those_of_activations_do_not(way
         (lod.decompose(DataDependent()), torch.ones(2, 6), 2 * 2 * 36),
         (GroupedProduct(), torch.ones(4, 8), 4 * 32),
         (Differentiating(), torch.ones(2, 6), 2 * 36),
+        (RecurrentWithValues(nn.LSTM), torch.ones(2, 5, 16), 2 * 5 * 4 * 32 * (16 + 32)),
+        (RecurrentWithValues(nn.GRU), torch.ones(2, 5, 16), 2 * 5 * 3 * 32 * (16 + 32)),
     ],
-    ids=["data-dependent", "the other way", "low-rank", "grouped", "differentiating"],
+    ids=[
+        "data-dependent",
+        "the other way",
+        "low-rank",
+        "grouped",
+        "differentiating",
+        "LSTM",
+        "GRU",
+    ],
 )
 def test_models_that_need_values_are_counted_on_the_example_itself(
     model: nn.Module, example: Tensor, macs: int, capfd: Any, snapshot: Callable[[nn.Module], Any]

@@ -32,6 +32,7 @@ from maestro_lod.structure import restructure, structure_of, uninitialized
 # Products with a weight; products of two activations are batched ones or attention.
 _WEIGHT_OPS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution}
 _BATCHED_OPS = {torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+_LOOKUPS = {torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.index_select}
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def _counted_macs(twin: nn.Module, call: Call, *, without_values: bool) -> Dense
     with (
         torch.no_grad(),
         _no_attention_fast_path(),
+        _no_fused_recurrence(),
         _no_traces_of_fakes(),
         mode or nullcontext(),
         counter.products,
@@ -203,7 +205,7 @@ class _BatchedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the MACs of batched and grouped products in which one operand is made of weights.
 
     Whatever operations other than products make of weights alone counts as weights: views, selected
-    experts, normalized weights.
+    experts, normalized weights; but not rows that are looked up in a table.
     """
 
     supports_higher_order_operators = True
@@ -231,6 +233,8 @@ class _BatchedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif "grouped_mm" in str(op):  # torch's own, or transformers' where that is missing
             if any(value in self._weights for value in values[:2]):
                 self.macs += _grouped_macs(values[0], values[1], result)
+        elif op in _LOOKUPS and args[0].ndim == 2:
+            pass  # rows of a table, such as relative positions, are values that belong to the input
         elif op not in _WEIGHT_OPS and values and all(value in self._weights for value in values):
             self._weights.update({t: True for t in tree_leaves(result) if isinstance(t, Tensor)})
         return result
@@ -252,6 +256,20 @@ def _no_attention_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextmanager
+def _no_fused_recurrence() -> Iterator[None]:
+    """Make recurrent layers multiply step by step: oneDNN's LSTM is one operation without a count.
+
+    Not by `torch.backends.mkldnn.flags`, which also sets what only Intel's GPUs have, and warns.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextmanager
