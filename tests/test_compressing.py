@@ -91,27 +91,49 @@ def test_own_batches_and_no_correction(llama, own, tmp_path):
     assert (tmp_path / "out" / "lod.safetensors").is_file()
 
 
+WRITING = "maestro_lod.integrations.huggingface.save_pretrained"
+CLEANING = "maestro_lod.app.unfinished.Unfinished._remove_parts"
+
+
+@pytest.mark.parametrize("stage", [WRITING, CLEANING], ids=["writing", "cleaning"])
 @pytest.mark.parametrize("command", ["compress", "heal"])
-def test_a_killed_command_goes_on(llama, own, tmp_path, command, monkeypatch):
+def test_a_killed_command_goes_on(llama, own, tmp_path, command, stage, monkeypatch):
     module = next(own.glob("own_*.py")).stem
     data, small, out = ["--data", f"{module}:ids"], tmp_path / "small", tmp_path / "out"
     limits = ["--max-params", "0.95", "--quiet"]
-    arguments = ["compress", llama, *data, *limits, "--out", out]
+    arguments = ["compress", llama, *data, *limits, "--out"]
     if command == "heal":
         assert lod_command("compress", llama, *data, *limits, "--out", small) == 0
-        arguments = ["heal", small, "--teacher", llama, *data, "--steps", "2", "--out", out]
+        arguments = ["heal", small, "--teacher", llama, *data, "--steps", "2", "--out"]
 
     def killed(*_: object) -> None:
         raise SystemExit(137)
 
     unfinished = tmp_path / "out.unfinished"
     with monkeypatch.context() as patched:
-        patched.setattr("maestro_lod.integrations.huggingface.save_pretrained", killed)
-        assert lod_command(*arguments) == 137
+        patched.setattr(stage, killed)
+        assert lod_command(*arguments, out) == 137
     assert any(unfinished.glob("*.safetensors"))
-    assert lod_command(*arguments) == 0
-    assert (out / "lod.safetensors").is_file()
+    assert out.exists() == (stage == CLEANING)
+    assert lod_command(*arguments, out) == 0
     assert not unfinished.exists()
+    assert lod_command(*arguments, tmp_path / "undisturbed") == 0
+    for file in (tmp_path / "undisturbed").iterdir():
+        assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+
+
+def test_a_failed_export_leaves_no_directory_and_no_lost_work(own, tmp_path, monkeypatch):
+    def failed(*_: object, **__: object) -> None:
+        raise lod.MaestroError("no export")
+
+    arguments = ["compress", "mine.yaml", "--max-params", "0.6", "--out", tmp_path / "out"]
+    with monkeypatch.context() as patched:
+        patched.setattr("maestro_lod.app.commands.compressing.export", failed)
+        assert lod_command(*arguments, "--to", "safetensors", "--to", "onnx") == 2
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out.unfinished" / "corrected.safetensors").exists()
+    assert lod_command(*arguments) == 0
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
 def test_a_recipe_becomes_an_elastic_file_and_onnx(own, tmp_path, capsys):

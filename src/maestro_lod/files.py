@@ -123,26 +123,40 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
     One process at a time: the next one clears what a killed one has left.
     """
+    with alone_for(path), filling_directory(path) as place:
+        yield place
+
+
+@contextmanager
+def alone_for(path: Path) -> Iterator[None]:
+    """Let no other process put a directory in that place while the block runs."""
     target = Path(os.path.realpath(path))
     with writing(path):
         target.parent.mkdir(parents=True, exist_ok=True)
     with alone_in(path, lock=target.with_name(f".{target.name}{_LOCK}")):
-        place = target.with_name(f".filling-{target.name}")
+        yield
+
+
+@contextmanager
+def filling_directory(path: Path) -> Iterator[Path]:
+    """Do what `replacing_directory` does for the process that is `alone_for` that place."""
+    target = Path(os.path.realpath(path))
+    place = target.with_name(f".filling-{target.name}")
+    with writing(path):
+        _remove(place)
+        place.mkdir()
+    try:
+        yield place
+        remove_leftovers(place)
         with writing(path):
+            if target.exists():
+                shutil.copymode(target, place)
+            _sync_directory(place)
+            os.rename(place, target)  # noqa: PTH104
+            _sync_directory(target.parent)
+    finally:
+        with suppress(OSError):
             _remove(place)
-            place.mkdir()
-        try:
-            yield place
-            remove_leftovers(place)
-            with writing(path):
-                if target.exists():
-                    shutil.copymode(target, place)
-                _sync_directory(place)
-                os.rename(place, target)  # noqa: PTH104
-                _sync_directory(target.parent)
-        finally:
-            with suppress(OSError):
-                _remove(place)
 
 
 def remove_leftovers(directory: Path) -> None:

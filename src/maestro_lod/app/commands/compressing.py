@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from maestro_lod.app.recipe import load_recipe
 from maestro_lod.app.recipe_files import recipe_names
 from maestro_lod.app.setup import data_of, dense_model_of
 from maestro_lod.app.terminal import say
+from maestro_lod.app.unfinished import unfinished
 from maestro_lod.calls import Call, as_call
 from maestro_lod.checkpoint import save
 from maestro_lod.deploy.export import export
@@ -90,17 +90,16 @@ def compress(
     """
     formats = _require_formats(to, int8)
     limit = amount_of(max_params, "--max-params")
-    _require_new(out)
-    model, inputs, scores = _opened(source, data, batches)
-    tied: Tied = "share" if share_tied else "keep"
-    with _bars(quiet) as report:
-        done = compressed(
-            model, inputs, max_params=limit, tied=tied, sequential=not fast, healing=heal,
-            loss=own_scores if scores else own_outputs, soft_loss=scores_loss if scores else None,
-            keep=_unfinished(out), progress=report,
-        )  # fmt: skip
-    _write(model, out, formats, inputs, int8)
-    shutil.rmtree(_unfinished(out))
+    with unfinished(out) as work:
+        model, inputs, scores = _opened(source, data, batches)
+        tied: Tied = "share" if share_tied else "keep"
+        with _bars(quiet) as report:
+            done = compressed(
+                model, inputs, max_params=limit, tied=tied, sequential=not fast, healing=heal,
+                loss=own_scores if scores else own_outputs,
+                soft_loss=scores_loss if scores else None, keep=work.parts, progress=report,
+            )  # fmt: skip
+        work.write(lambda place: _write(model, place, formats, inputs, int8))
     say(f"{done}\nwritten to {out}")
 
 
@@ -122,20 +121,19 @@ def heal(
 
       lod heal small --teacher ./llama --data stories.jsonl --steps 500 --out healed
     """
-    _require_new(out)
-    saved = _extra("maestro_lod.integrations.huggingface")
-    original = _extra("maestro_lod.pretrained.directory").open_model(teacher)
-    model = saved.from_pretrained(directory)
-    inputs = _batches(data, teacher, batches)
-    kept = Kept(_unfinished(out), {"of": directory, "data": data, "steps": steps, "only": only})
-    with _bars(quiet) as report:
-        losses = healed(
-            model, inputs, teacher=original, steps=steps, sizes="only" if only else "below",
-            checkpoint=kept.file("healing"),
-            progress=lambda done, _: report("healing", done, steps),
-        )  # fmt: skip
-    saved.save_pretrained(model, out)
-    shutil.rmtree(_unfinished(out))
+    with unfinished(out) as work:
+        saved = _extra("maestro_lod.integrations.huggingface")
+        original = _extra("maestro_lod.pretrained.directory").open_model(teacher)
+        model = saved.from_pretrained(directory)
+        inputs = _batches(data, teacher, batches)
+        kept = Kept(work.parts, {"of": directory, "data": data, "steps": steps, "only": only})
+        with _bars(quiet) as report:
+            losses = healed(
+                model, inputs, teacher=original, steps=steps,
+                sizes="only" if only else "below", checkpoint=kept.file("healing"),
+                progress=lambda done, _: report("healing", done, steps),
+            )  # fmt: skip
+        work.write(lambda place: saved.save_pretrained(model, place))
     tenth = max(1, steps // 10)
     first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
     say(f"distance to the original: {first:.4g} at first, {last:.4g} at last\nwritten to {out}")
@@ -148,16 +146,6 @@ def _require_formats(to: list[str] | None, int8: bool) -> list[str]:
     if int8 and "onnx" not in formats:
         raise OptionError("--int8 is for ONNX files: give --to onnx too.")
     return formats
-
-
-def _require_new(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OptionError(f"--out {out} is there already: give a new directory.")
-
-
-def _unfinished(out: Path) -> Path:
-    """Return where finished parts are kept until all is written."""
-    return out.with_name(f"{out.name}.unfinished")
 
 
 def _opened(source: str, data: str | None, count: int) -> tuple[nn.Module, list[Any], bool]:
@@ -215,7 +203,6 @@ def _extra(module: str) -> Any:
 
 
 def _write(model: nn.Module, out: Path, formats: list[str], inputs: list[Any], int8: bool) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
         _extra("maestro_lod.integrations.huggingface").save_pretrained(model, out)
     else:
