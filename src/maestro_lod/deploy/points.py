@@ -64,7 +64,7 @@ class Frontier(Tabular, Sequence[Point]):
 
         `max_params`, `max_macs` and `max_bytes`: an int is a number of them, a float in (0, 1] a
         share of the dense model's. `max_latency` is always in seconds, `min_accuracy` a share.
-        Best is the highest accuracy or, where none was recorded, the smallest loss; with
+        Best is the smallest loss, since accuracies on a few thousand samples differ by chance; with
         `min_accuracy` alone it is the cheapest submodel that reaches it.
 
         >>> small = extract(model, frontier.pick(max_macs=0.25))
@@ -92,8 +92,6 @@ class Frontier(Tabular, Sequence[Point]):
         within = [p for p in self.points if all(limit.excess(p) <= 0.0 for limit in checked)]
         if [limit.key for limit in checked] == ["accuracy"]:
             return sorted(within, key=lambda p: (self._cost_of(p), p.loss))
-        if all(p.accuracy is not None for p in within):
-            return sorted(within, key=lambda p: (-(p.accuracy or 0.0), p.loss, self._cost_of(p)))
         return sorted(within, key=lambda p: (p.loss, self._cost_of(p)))
 
     def why_none(self, limits: Mapping[str, float | None], *, together: bool = False) -> str:

@@ -56,6 +56,9 @@ class Sizes:
     points: list[dict[str, Any]]
     dense: dict[str, Any]
     metric: str
+    """What is drawn: accuracy, where there is one."""
+    by: str
+    """What sizes are chosen by: the loss, where there is one."""
     axes: list[str]
     facts: list[Fact]
     hidden: int
@@ -69,20 +72,20 @@ class Sizes:
         axes = [axis for axis in ("macs", "params") if _all_have(found, axis, above=0)]
         if not found or not metrics or not axes:
             return None
-        metric = metrics[0]
+        metric, by = metrics[0], metrics[-1]
         useful = [p for p in found if _is_useful(p, found, metric)]
-        best = {id(p) for axis in axes for p in _front(useful, axis, metric)}
+        best = {id(p) for axis in axes for p in _front(useful, axis, by)}
         points = [point for point in useful if id(point) in best]
-        points.sort(key=lambda point: (number(point, axes[0]), *_merit(point, metric)))
+        points.sort(key=lambda point: (number(point, axes[0]), _merit(point, by)))
         told_on = mapping(frontier.get("measured_on"))
         facts = [
             replace(fact, name=f"{told_on[fact.key]} {fact.name}") if fact.key in told_on else fact
             for fact in _FACTS
             if any(number(p, fact.key) is not None for p in points)
-            and (fact.is_cost or fact.key == metric)
+            and (fact.is_cost or fact.key in metrics)
         ]
         dense = mapping(frontier.get("dense"))
-        return cls(points, dense, metric, axes, facts, len(found) - len(points))
+        return cls(points, dense, metric, by, axes, facts, len(found) - len(points))
 
     def told(self, point: Mapping[str, Any]) -> list[str]:
         """Write the facts about a point."""
@@ -108,7 +111,7 @@ class Sizes:
         ]
         said = {fact.key: fact.name for fact in self.facts}
         if said.get(self.metric) == f"validation {self.metric}":
-            texts.append("Sizes are compared on validation data; the test data above stay unseen.")
+            texts.append("Of the data held out only validation data is looked at, not test data.")
         times_ = [(number(p, "latency"), number(self.dense, "latency")) for p in self.points]
         if all(one and whole and abs(one / whole - 1) <= _SAME_TIME for one, whole in times_):
             texts.append(
@@ -130,12 +133,11 @@ def _is_useful(point: Mapping[str, Any], all_: Sequence[Mapping[str, Any]], metr
     return (number(point, metric) or 0.0) >= _USEFUL * best
 
 
-def _front(points: Sequence[dict[str, Any]], axis: str, metric: str) -> list[dict[str, Any]]:
+def _front(points: Sequence[dict[str, Any]], axis: str, by: str) -> list[dict[str, Any]]:
     """Return the sizes that no cheaper one equals, cheapest first."""
     found: list[dict[str, Any]] = []
-    order = sorted(points, key=lambda p: (number(p, axis) or 0.0, [-m for m in _merit(p, metric)]))
-    for point in order:
-        if not found or _merit(point, metric)[0] > _merit(found[-1], metric)[0]:
+    for point in sorted(points, key=lambda p: (number(p, axis) or 0.0, -_merit(p, by))):
+        if not found or _merit(point, by) > _merit(found[-1], by):
             found.append(point)
     return found
 
@@ -145,10 +147,10 @@ def _all_have(points: Sequence[Mapping[str, Any]], key: str, above: float = -mat
     return all(value is not None and value > above for value in values)
 
 
-def _merit(point: Mapping[str, Any], metric: str) -> tuple[float, float]:
-    """Return what the better choice has more of: accuracy, then less loss; or less loss alone."""
-    less_loss = -(number(point, "loss") or 0.0)
-    return (number(point, "accuracy") or 0.0, less_loss) if metric == "accuracy" else (less_loss, 0)
+def _merit(point: Mapping[str, Any], by: str) -> float:
+    """Return what the better choice has more of."""
+    value = number(point, by) or 0.0
+    return -value if by == "loss" else value
 
 
 def frontier(run: ReportedRun, series: int, *, alone: bool) -> PageSection | None:
@@ -161,7 +163,7 @@ def frontier(run: ReportedRun, series: int, *, alone: bool) -> PageSection | Non
     largest = {name: max(chosen.get(name, 0) for chosen in ranks) for name in layers}
     full = {name: max(run.full_ranks.get(name, 0), largest[name]) for name in layers}
     charts = {axis: _Chart.of(sizes, axis) for axis in sizes.axes}
-    merits = sorted(_merit(point, sizes.metric) for point in sizes.points)
+    merits = sorted(_merit(point, sizes.by) for point in sizes.points)
     content = {
         "dense": {axis: number(sizes.dense, axis) for axis in sizes.axes},
         "names": {axis: SIZES[axis] for axis in sizes.axes},
@@ -170,7 +172,7 @@ def frontier(run: ReportedRun, series: int, *, alone: bool) -> PageSection | Non
         "points": [
             {
                 "cost": {axis: number(point, axis) for axis in sizes.axes},
-                "merit": merits.index(_merit(point, sizes.metric)),
+                "merit": merits.index(_merit(point, sizes.by)),
                 "name": sizes.name(point),
                 "facts": sizes.told(point),
                 "ranks": [chosen.get(name, 0) for name in layers],
@@ -204,7 +206,7 @@ class _Chart:
 
     @classmethod
     def of(cls, sizes: Sizes, axis: str) -> _Chart:
-        line = _front(sizes.points, axis, sizes.metric)
+        line = _front(sizes.points, axis, sizes.by)
         others = [p for p in sizes.points if not any(p is best for best in line)]
         order = {id(p): place for place, p in enumerate([*line, *others])}
         return cls(axis, line, others, [order[id(p)] for p in sizes.points])
@@ -247,8 +249,8 @@ def _controls(sizes: Sizes, series: int) -> Markup:
         tag("div", tag("dt", capital(fact.name)), tag("dd", text))
         for fact, text in zip(sizes.facts, sizes.told(sizes.points[-1]), strict=True)
     ]
-    by = next(fact.name for fact in sizes.facts if fact.key == sizes.metric)
-    best = f"{'highest' if sizes.metric == 'accuracy' else 'lowest'} {by}"
+    by = next(fact.name for fact in sizes.facts if fact.key == sizes.by)
+    best = f"{'highest' if sizes.by == 'accuracy' else 'lowest'} {by}"
     return tag(
         "div",
         tag("fieldset", tag("legend", "Budget in"), *choices),
