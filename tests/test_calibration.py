@@ -314,7 +314,7 @@ def test_tokens_that_are_frequent_come_first():
     ("batches", "error", "says"),
     [
         ([], DataError, "no batch"),
-        (["text"], OptionError, "calibration batch is a str"),
+        (["text"], OptionError, "a batch is a str"),
         ([(1, 2, 3)], OptionError, "calibration batch is a tuple"),
     ],
 )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from maestro_lod import Budget, LoD, at_ranks, decompose, extract, ranks
 from maestro_lod.cost import count_params
@@ -22,6 +23,7 @@ from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.layers import LowRank, composed_once
 from maestro_lod.state import load_state, save_state
 from maestro_lod.train import fit as fit_module
+from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.evaluate import CrossEntropy, Score, evaluate, recalibrate
 from maestro_lod.train.fit import FitOptions, fit
 from maestro_lod.train.progress import Progress
@@ -861,6 +863,71 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor, shift: Tensor, *, scale: float = 1.0) -> Tensor:
         return self.b(self.a(x) + shift).squeeze(1) * scale
+
+
+class Sequences(nn.Module):
+    """A model like those of transformers: it computes a loss if labels are among its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.hidden, self.head = nn.Linear(12, 16), nn.Linear(16, 3)
+
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, scale: float = 1.0
+    ) -> SequenceClassifierOutput:
+        logits = scale * self.head(self.hidden(x).relu())
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def mappings() -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(5)
+    x, y = torch.randn(24, 12, generator=draw), torch.randint(3, (24,), generator=draw)
+    return [{"x": x[i : i + 8], "labels": y[i : i + 8]} for i in range(0, 24, 8)]
+
+
+@pytest.mark.parametrize("way", ["plain", "lod", "budget", "elastic", "own loss", "pairs"])
+def test_batches_that_are_mappings_train_on_the_loss_of_the_output(way: str) -> None:
+    trains = way in ("lod", "budget", "elastic")
+    model = decompose(Sequences()) if trains else Sequences()
+    optimizer, options = optim.SGD(model.parameters(), lr=0.1), dict[str, Any]()
+    ways: dict[str, Callable[[], LoD]] = {
+        "lod": lambda: LoD(model, optimizer, penalty=1e-4, proximal=True),
+        "budget": lambda: LoD(model, optimizer, penalty=Budget(params=0.6)),
+        "elastic": lambda: LoD(model, optimizer, sampling=Elastic(0.3)),
+    }
+    if trains:
+        options["method"] = ways[way]()
+    if way == "own loss":
+        options["loss"] = lambda output, target: F.cross_entropy(output.logits, target)
+    batches: list[Any] = mappings()
+    if way == "pairs":
+        batches = [({"x": batch["x"], "labels": batch["labels"]}, None) for batch in batches]
+    before = evaluate(model, mappings())["loss"]
+    done = fit(model, batches, optimizer=optimizer, epochs=8, validation=mappings(), **options)
+    assert done.history[-1].validation["loss"] < before
+    assert done.history[-1].validation["loss"] == pytest.approx(evaluate(model, mappings())["loss"])
+    if way == "own loss":  # the same steps as on the output's own
+        other = Sequences()
+        fit(other, batches, optimizer=optim.SGD(other.parameters(), lr=0.1), epochs=8)
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_a_mapping_without_labels_needs_a_loss_of_its_own() -> None:
+    model = Sequences()
+    batches = [{"x": batch["x"]} for batch in mappings()]
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(OptionError, match=r"no target\. Give pairs .* mappings with 'labels'"):
+        fit(model, batches, optimizer=optimizer, epochs=1)
+    with pytest.raises(OptionError, match="no target"):
+        evaluate(model, batches)
+    fit(
+        model, batches, optimizer=optimizer, epochs=1,
+        loss=lambda output, target: output.logits.square().mean(),
+    )  # fmt: skip
+    with pytest.raises(OptionError, match="a batch is a str"):
+        fit(model, ["text"], optimizer=optimizer, epochs=1)
 
 
 @pytest.mark.parametrize("kind", ["tuple", "list", "mapping"])

@@ -8,9 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
-from maestro_lod.errors import DataError, LayerError, OptionError, listed
+from maestro_lod.errors import DataError, LayerError, listed
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import unwrapped
 from maestro_lod.layers.registry import low_rank_type
@@ -20,7 +19,7 @@ from maestro_lod.pretrained.observer import LARGEST_OUTPUT, Moments, Observer
 from maestro_lod.pretrained.whitening import energies, whitened_factors
 from maestro_lod.structure import Fill, uninitialized
 from maestro_lod.structure import svd as by_weights
-from maestro_lod.train.evaluate import Loss, call, device_of, in_mode, on_device
+from maestro_lod.train.evaluate import Loss, call, device_of, in_mode, on_device, split_batch
 
 Batches: TypeAlias = Iterable[Any]
 """Batches as `fit` takes them, pairs (inputs, target), or inputs alone: a tensor, or a mapping of
@@ -178,15 +177,3 @@ def _pass(observer: Observer, batches: Batches, loss: Loss | None) -> None:
                     observer.differentiate(loss(output, on_device(target, device)))
     if number < 0:
         raise DataError("there is nothing to calibrate on: the data has no batch.")
-
-
-def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs of a batch and its target, None if it has none."""
-    if isinstance(batch, Tensor | PackedSequence | Mapping):
-        return batch, None
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise OptionError(
-        f"a calibration batch is a {type(batch).__name__}. Give a tensor, a mapping of keyword "
-        "arguments, or a pair (inputs, target), whose inputs may be a tuple of arguments."
-    )

@@ -21,7 +21,7 @@ from maestro_lod.layers.ranks import low_rank_layers, unwrapped
 from maestro_lod.layers.ranks import ranks as ranks_of
 from maestro_lod.planning import Plan, Tied
 from maestro_lod.pretrained.allocation import energies_of, ranks_within
-from maestro_lod.pretrained.calibration import Batches, Calibration, calibrate, split_batch
+from maestro_lod.pretrained.calibration import Batches, Calibration, calibrate
 from maestro_lod.pretrained.healing import heal
 from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.outputs import SoftLoss, own_outputs
@@ -29,7 +29,7 @@ from maestro_lod.pretrained.sequential import correct
 from maestro_lod.structure import Fill, restructure, structure_of, uninitialized
 from maestro_lod.surgery import fuse, require_usable_weights
 from maestro_lod.tensors import distinct
-from maestro_lod.train.evaluate import Loss, recalibrate
+from maestro_lod.train.evaluate import Loss, recalibrate, split_batch
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is, and of how much."""

@@ -23,10 +23,10 @@ from maestro_lod.errors import (
     require_nonnegative,
 )
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
-from maestro_lod.pretrained.calibration import Batches, split_batch
+from maestro_lod.pretrained.calibration import Batches
 from maestro_lod.pretrained.outputs import SoftLoss, soft_loss_for, values_loss
 from maestro_lod.state import load_state, save_state
-from maestro_lod.train.evaluate import call, device_of, in_mode, on_device, recalibrate
+from maestro_lod.train.evaluate import call, device_of, in_mode, on_device, recalibrate, split_batch
 from maestro_lod.train.finite import require_finite_loss
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.schedule import cosine

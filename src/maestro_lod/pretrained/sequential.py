@@ -25,10 +25,10 @@ from maestro_lod.layers.ranks import (
     resolve_for,
     unwrapped,
 )
-from maestro_lod.pretrained.calibration import Batches, Calibration, split_batch
+from maestro_lod.pretrained.calibration import Batches, Calibration
 from maestro_lod.pretrained.whitening import whitened_factors
 from maestro_lod.structure import OPENED, restructured_copy, structure_of
-from maestro_lod.train.evaluate import call, device_of, in_mode, on_device, recalibrate
+from maestro_lod.train.evaluate import call, device_of, in_mode, on_device, recalibrate, split_batch
 
 # How strongly a fitted layer is held to the original one, against what its inputs say.
 _HOLD = 0.1

@@ -77,6 +77,10 @@ def require_ranks_to_train(model: nn.Module, min_rank: int) -> dict[str, LowRank
 
 def mismatch(output: Any, target: Any, ignored: int) -> OptionError | None:
     """Say why targets are no classes of these scores; None if nothing is wrong with them."""
+    if target is None:
+        return OptionError(
+            "the batch has no target. Give pairs (inputs, target), or mappings with 'labels'."
+        )
     if not isinstance(output, Tensor) or not isinstance(target, Tensor) or output.ndim == 0:
         return OptionError(
             f"cross-entropy needs scores and classes as tensors, not a {type(output).__name__} and "

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 from maestro_lod.errors import OptionError
 from maestro_lod.train.checks import mismatch, require_loss
 
-Batch: TypeAlias = tuple[Any, Any]
-"""Inputs of the model (a tensor, a tuple or a mapping of arguments) and the target."""
+Batch: TypeAlias = "tuple[Any, Any] | Tensor | Mapping[str, Any]"
+"""A pair of inputs of the model (a tensor, a tuple or a mapping of arguments) and the target; or
+inputs alone. Of a mapping, `labels` are the target, and stay among the arguments."""
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 IGNORED = -100  # targets that do not count, as in torch's cross-entropy
@@ -32,6 +33,8 @@ IGNORED = -100  # targets that do not count, as in torch's cross-entropy
 class CrossEntropy:
     """Cross-entropy of class scores in the last dimension, over all targets that count.
 
+    Without options it is the loss that an output brings along, if it has one: models of
+    transformers compute it from `labels` among their arguments.
     `reduction="sum"` sums over them, which is what the paper's λ for its Transformer goes with.
     """
 
@@ -39,6 +42,8 @@ class CrossEntropy:
     reduction: str = "mean"
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        if self == CrossEntropy() and isinstance(own := getattr(output, "loss", None), Tensor):
+            return own
         try:
             return F.cross_entropy(
                 output.flatten(0, -2),
@@ -52,10 +57,11 @@ class CrossEntropy:
                 raise
             raise problem from error
 
-    def soft(self, output: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
+    def soft(self, output: Any, teacher: Any, target: Tensor) -> Tensor:
         """Return the same with the probabilities of a teacher's scores in place of targets."""
         counts = target.flatten() != IGNORED
-        scores, taught = (t.flatten(0, -2)[counts] for t in (output, teacher))
+        given = (getattr(t, "logits", t) for t in (output, teacher))
+        scores, taught = (t.flatten(0, -2)[counts] for t in given)
         return F.cross_entropy(scores, taught.softmax(-1), reduction=self.reduction)
 
 
@@ -127,6 +133,20 @@ def samples_in(target: Any) -> int:
     return next((len(t) for t in tree_leaves(target) if isinstance(t, Tensor) and t.ndim), 1)
 
 
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs of a batch and its target, None if it has none."""
+    if isinstance(batch, Mapping):
+        return batch, batch.get("labels")
+    if isinstance(batch, Tensor | PackedSequence):
+        return batch, None
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise OptionError(
+        f"a batch is a {type(batch).__name__}. Give a pair (inputs, target), whose inputs may be a "
+        "tuple of arguments, a mapping of keyword arguments, or a tensor."
+    )
+
+
 def call(model: nn.Module, inputs: Any) -> Any:
     """Run a model on one input, a tuple of arguments, or a mapping of keyword arguments."""
     try:
@@ -184,7 +204,7 @@ def evaluate(
     loss = loss or CrossEntropy()
     device, score, sequences = device_of(model), Score(), False
     with in_mode(model, training=False):
-        for inputs, target in batches:
+        for inputs, target in map(split_batch, batches):
             target = on_device(target, device)
             with autocast(device, amp):
                 output = call(model, on_device(inputs, device))
@@ -226,7 +246,7 @@ def recalibrate(
                 norm.reset_running_stats()
                 norm.momentum = None  # a plain mean over all batches
                 norm.training = True
-            for inputs, _ in itertools.islice(batches, most):
+            for inputs, _ in map(split_batch, itertools.islice(batches, most)):
                 with autocast(device, amp):
                     call(model, on_device(inputs, device))
                 used += 1

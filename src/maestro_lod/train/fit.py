@@ -41,6 +41,7 @@ from maestro_lod.train.evaluate import (
     evaluate,
     on_device,
     recalibrate,
+    split_batch,
     sums,
     to_evaluate,
 )
@@ -97,12 +98,14 @@ def fit(
     >>> train = LoD(model, optimizer, penalty=1e-4)
     >>> fit(model, loader, optimizer=optimizer, method=train, epochs=20, validation=held_out)
 
-    `train_data` gives (inputs, target) batches anew each time it is iterated; inputs may be a tuple
-    or mapping of arguments. Before each epoch torch's global generator is seeded from `seed` and
-    the epoch, so all that is random repeats exactly. `schedule` is one of torch's schedulers, or
-    says which share of its learning rate a step has. `progress` continues a run from where its
-    `state_dict()` was taken, in the middle of an epoch too, once all else is as it was. Where a LoD
-    distils, the loss has a method `soft(output, teacher, target)`, or outputs (N, classes).
+    `train_data` gives its batches again each time it is iterated: pairs (inputs, target), whose
+    inputs may be a tuple or mapping of arguments; or mappings of arguments, whose `labels` are the
+    target. An output with a `loss`, as transformers' models give for labels, is trained on that.
+    Before each epoch torch's global generator is seeded from `seed` and the epoch, so all that is
+    random repeats exactly. `schedule` is one of torch's schedulers, or says which share of its
+    learning rate a step has. `progress` continues a run from where its `state_dict()` was taken, in
+    the middle of an epoch too, once all else is as it was. Where a LoD distils, the loss has a
+    method `soft(output, teacher, target)`, or outputs (N, classes).
     """
     require_whole("epochs", epochs)
     require_seed(seed)
@@ -207,7 +210,7 @@ class _Step:
                 group["lr"] = group["initial_lr"] * self.schedule(progress.step)
         score = Score()
         with composed_once(self.model, len(batches)) if len(batches) > 1 else nullcontext():
-            for i, (inputs, target) in enumerate(batches, 1):
+            for i, (inputs, target) in enumerate(map(split_batch, batches), 1):
                 with quiet(self.model) if i < len(batches) else nullcontext():
                     self._backward(inputs, target, 1 / len(batches), score)
         progress.score += whole_score(score) if self.options.share_batches else score

@@ -29,13 +29,13 @@ from maestro_lod.deploy.export import export
 from maestro_lod.errors import DataError, OptionError, listed, nearest
 from maestro_lod.installing import install
 from maestro_lod.planning import Tied
-from maestro_lod.pretrained.calibration import split_batch
 from maestro_lod.pretrained.compression import Progress as Report
 from maestro_lod.pretrained.compression import compress as compressed
 from maestro_lod.pretrained.healing import heal as healed
 from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.outputs import own_outputs, own_scores, scores_loss
 from maestro_lod.shown import Telling, progress_shown
+from maestro_lod.train.evaluate import split_batch
 
 _FORMATS = ("safetensors", "onnx")
 
