@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
+from maestro_lod.calls import Call
 from maestro_lod.checkpoint import save_plain
+from maestro_lod.deploy.export import opened
 from maestro_lod.layers import LowRank
+from maestro_lod.pretrained.compression import compress
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 D = 6
@@ -99,7 +102,23 @@ class ReadsWhereNobodyCalls(TwoLayers):
         return F.linear(x, self.read.weight)
 
 
+class CallsTheReading(ReadsInForward):
+    """The code that reads is called by super()."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class ReadsByAnotherName(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        if (layer := self.read) is not None:
+            x = x.to(layer.weight.dtype)
+        return self.called(self.read(x))
+
+
 READERS: dict[str, tuple[type[TwoLayers], bool]] = {
+    "called by super": (CallsTheReading, True),
+    "another name": (ReadsByAnotherName, True),
     "forward": (ReadsInForward, True),
     "another method": (ReadsInMethod, True),
     "its dtype": (ReadsDtype, True),
@@ -127,6 +146,91 @@ def test_a_layer_whose_weight_other_code_reads_is_left_alone(
         owner = next(c for c in make.__mro__ if {"forward", "table"} & vars(c).keys())
         assert make.__name__ in reasons["read"] or owner.__name__ in reasons["read"]
     torch.testing.assert_close(model(x), expected, **CLOSE)
+
+
+class Blocks(nn.Module):
+    """A stack of blocks whose first layers are read in some way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([TwoLayers(), TwoLayers()])
+        self.last = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+    def dtype_of_last(self) -> torch.dtype:
+        return self.last[0].weight.dtype
+
+
+class ReadsByIndex(Blocks):
+    """As Z-Image's embedding of time steps does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.last[0].weight.dtype))
+
+
+class ReadsByVariableIndex(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(len(self.blocks)):
+            x = x.to(self.blocks[i].read.weight.dtype)
+        return super().forward(x)
+
+
+class ReadsInLoop(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        for _, block in enumerate(self.blocks[1:]):
+            x = x.to(block.read.weight.dtype)
+        return super().forward(x)
+
+
+class ReadsInComprehension(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(block.read.weight.sum() for block in self.blocks)
+
+
+class CallsMethodOfChild(nn.Module):
+    """As open_clip's models do: the child's own forward reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([Blocks()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner[0](x.to(self.inner[0].dtype_of_last()))
+
+
+BLOCKS: dict[str, tuple[type[nn.Module], list[str]]] = {
+    "by index": (ReadsByIndex, ["last.0"]),
+    "by variable index": (ReadsByVariableIndex, ["blocks.0.read", "blocks.1.read"]),
+    "in a loop": (ReadsInLoop, ["blocks.0.read", "blocks.1.read"]),
+    "in a comprehension": (ReadsInComprehension, ["blocks.0.read", "blocks.1.read"]),
+    "in a method that a parent calls": (CallsMethodOfChild, ["inner.0.last.0"]),
+    "by nobody": (Blocks, []),
+}
+
+
+@pytest.mark.parametrize(("make", "left"), BLOCKS.values(), ids=BLOCKS.keys())
+def test_layers_whose_weights_are_read_through_containers_and_children_are_left_alone(
+    make: type[nn.Module], left: list[str], tmp_path: Path
+) -> None:
+    model, x = make(), torch.randn(3, D)
+    assert list(lod.survey(model).left_alone) == left
+    expected = make()
+    expected.load_state_dict(model.state_dict())
+    compress(model, [torch.randn(64, D)], max_params=0.9)
+    assert not {*left} & {*low_rank_names(model)}
+    low_rank = model(x)
+    plain = lod.extract(model)
+    torch.testing.assert_close(plain(x), low_rank, **CLOSE)
+    lod.save(model, tmp_path / "model.safetensors")
+    loaded = lod.load(tmp_path / "model.safetensors", into=expected)
+    torch.testing.assert_close(loaded(x), low_rank, **CLOSE)
+    lod.export(plain, tmp_path / "model.pt2", example=x)
+    (answer,) = opened(tmp_path / "model.pt2")(Call((x,), {}))
+    torch.testing.assert_close(answer, low_rank, **CLOSE)
 
 
 def test_only_the_layer_that_is_read_is_left_alone_among_nested_ones() -> None:

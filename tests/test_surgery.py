@@ -118,6 +118,36 @@ def test_a_second_call_decomposes_what_the_first_left_dense() -> None:
     assert lod.ranks(model) == {"0": 2, "2": 3}
 
 
+def calls(work: Callable[[nn.Module], Any], model: nn.Module) -> int:
+    """Count the calls of Python functions, steps of generators included."""
+    count = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        work(model)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_twice_as_many_layers_are_twice_as_much_work() -> None:
+    models = [nn.Sequential(*[nn.Linear(4, 4) for _ in range(n)]) for n in (3, 40, 80, 120)]
+    surgery: list[Callable[[nn.Module], Any]] = [
+        lod.survey,
+        lambda m: lod.decompose(m, ranks=1),
+        lod.extract,
+        lod.fuse,
+    ]
+    for work in surgery:
+        _, small, middle, large = [calls(work, model) for model in models]
+        assert large - middle == pytest.approx(middle - small, rel=0.01)
+
+
 def test_surgery_does_not_touch_global_randomness() -> None:
     model = small_net()
     state = torch.get_rng_state()

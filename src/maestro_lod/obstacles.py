@@ -21,7 +21,7 @@ from maestro_lod.layers.registry import (
     registered_base,
     weights_read_by,
 )
-from maestro_lod.reading import reading_of
+from maestro_lod.reading import Path, reading_of
 from maestro_lod.structure import uninitialized
 
 
@@ -52,21 +52,26 @@ class Obstacles:
             if low_rank_type(type(base)) is not None:
                 inner = (m for child in module.children() for m in child.modules())
                 self._wrappers |= {id(m): type(module).__name__ for m in inner}
-            self._note_readers(module)
+        methods = _called_methods(model)
+        for module in model.modules():
+            self._note_readers(module, methods.get(type(module), frozenset()))
 
-    def _note_readers(self, module: nn.Module) -> None:
+    def _note_readers(self, module: nn.Module, methods: frozenset[str]) -> None:
         """Note which layers' weights the code of a module reads, or lets another module read."""
         kind: Any = type(module)
-        reading = reading_of(kind)
+        reading = reading_of(kind, methods)
         for path in reading.weights:
-            self._readers[id(_descendant(module, path))] = type(module).__name__
+            self._note_reader(kind, _descendants(module, path))
         for callee, argument, path in reading.passed:
-            called = _descendant(module, callee)
-            reader: Any = type(called)
-            if argument in reading_of(reader).arguments:
-                self._readers[id(_descendant(module, path))] = reader.__name__
+            for called in _descendants(module, callee):
+                reader: Any = type(called)
+                if argument in reading_of(reader).arguments:
+                    self._note_reader(reader, _descendants(module, path))
         for part in weights_read_by(kind):  # in torch's own code
-            self._readers[id(_descendant(module, part))] = kind.__name__
+            self._note_reader(kind, _descendants(module, tuple(part.split("."))))
+
+    def _note_reader(self, kind: type, layers: list[nn.Module]) -> None:
+        self._readers |= dict.fromkeys(map(id, layers), kind.__name__)
 
     def to(self, module: nn.Module) -> str | None:
         """Return why a module cannot be decomposed, '' if it can, None if there is nothing to."""
@@ -196,11 +201,33 @@ def _names(kind: type[nn.Module]) -> set[str]:
     return said | set(getattr(kind, "__constants__", ()))
 
 
-def _descendant(module: nn.Module, path: str) -> nn.Module | None:
-    found: nn.Module | None = module
-    for key in path.split("."):
-        found = None if found is None else found._modules.get(key)
-    return found
+def _called_methods(model: nn.Module) -> dict[type, frozenset[str]]:
+    """Return the methods of each class that the code of modules around it calls."""
+    methods: dict[type, frozenset[str]] = {}
+    waiting, modules = True, list(model.modules())
+    while waiting:  # what is called may call others
+        waiting = False
+        for module in modules:
+            kind: Any = type(module)
+            for path, name in reading_of(kind, methods.get(kind, frozenset())).calls:
+                for called in map(type, _descendants(module, path)):
+                    if name not in methods.get(called, frozenset()):
+                        methods[called] = methods.get(called, frozenset()) | {name}
+                        waiting = True
+    return methods
+
+
+def _descendants(module: nn.Module, path: Path) -> list[nn.Module]:
+    """Return the modules inside a module that a path may stand for."""
+    found: list[nn.Module | None] = [module]
+    for key in path:
+        found = [
+            child
+            for each in found
+            if each is not None
+            for child in (each._modules.values() if key == "*" else [each._modules.get(key)])
+        ]
+    return [each for each in found if each is not None]
 
 
 _LAZY = "lazy: its shape is not known before the first forward"
