@@ -7,6 +7,7 @@ import json
 import math
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -629,3 +630,24 @@ def test_infinite_losses_are_journaled_as_json(tmp_path: Path) -> None:
     answers = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert any(line.get("answer", 0) is None for line in answers)
     assert frontier(model, sometimes, resume=journal) == expected
+
+
+def test_one_model_is_searched_and_summed_up_in_several_threads_at_once() -> None:
+    torch.manual_seed(0)
+    model = lod.decompose(nn.Sequential(nn.Linear(12, 12), nn.Dropout(), nn.Linear(12, 4)))
+    x = torch.randn(16, 12)
+
+    def search(_: int) -> Any:
+        return frontier(model, lambda m: m(x).square().mean()).points
+
+    def sums(_: int) -> Any:
+        return [lod.summary(model, x).macs for _ in range(10)]
+
+    expected, modes = search(0), [m.training for m in model.modules()]
+    whole = sums(0)
+    with ThreadPoolExecutor(4) as threads:
+        searches, summaries = threads.map(search, range(4)), threads.map(sums, range(4))
+    assert list(searches) == [expected] * 4
+    assert list(summaries) == [whole] * 4
+    assert [m.training for m in model.modules()] == modes
+    assert not any("forward" in vars(m) for m in model.modules())

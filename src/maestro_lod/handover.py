@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +73,16 @@ def _put(new: nn.Module, key: str, value: Any, old: nn.Module) -> None:
         setattr(new, key, value)
 
 
+_locks: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+
+def lock_of(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the lock of a model, held while its modules are exchanged or copied."""
+    with _locks_lock:
+        return _locks.setdefault(model, threading.RLock())
+
+
 def copy_without_hooks(
     model: nn.Module, memo: dict[int, Any], replaced: Iterable[nn.Module] = ()
 ) -> nn.Module:
@@ -77,6 +90,13 @@ def copy_without_hooks(
 
     What `memo` holds for layers in `replaced` gets copies of what a user put on them.
     """
+    with lock_of(model):
+        return _copy_without_hooks(model, memo, replaced)
+
+
+def _copy_without_hooks(
+    model: nn.Module, memo: dict[int, Any], replaced: Iterable[nn.Module]
+) -> nn.Module:
     for module in model.modules():
         for attribute in _HOOKS + STATE_HOOKS:
             hooks: dict[int, Any] = getattr(module, attribute)

@@ -17,12 +17,12 @@ from maestro_lod.counting import DenseMacs, dense_macs
 from maestro_lod.deploy.journal import Journal
 from maestro_lod.deploy.limits import Point
 from maestro_lod.deploy.points import Frontier
-from maestro_lod.deploy.replay import Loss, Replay
+from maestro_lod.deploy.replay import Loss, Replay, alone_with
 from maestro_lod.deploy.search import METHODS, Search, Submodel, at_given_ranks
 from maestro_lod.errors import LayerError, OptionError, listed, nearest, require_whole
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
 from maestro_lod.shown import Telling
-from maestro_lod.train.evaluate import batch_statistics, require_number
+from maestro_lod.train.evaluate import require_number
 
 __all__ = ["Frontier", "Point", "frontier"]
 
@@ -123,7 +123,7 @@ def _point(
     if accuracy is not None:
 
         def measure() -> float:
-            with at_ranks(model, ranks), batch_statistics(model):
+            with at_ranks(model, ranks), alone_with(model):
                 value = require_number(accuracy(model), "accuracy")
             if not 0.0 <= value <= 1.0:
                 raise OptionError(f"accuracy returned {value!r}. Return a share between 0 and 1.")

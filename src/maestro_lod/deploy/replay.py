@@ -9,10 +9,12 @@ makes several passes, and each of them is shortened so.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from maestro_lod.calls import Call
 from maestro_lod.errors import OptionError
+from maestro_lod.handover import lock_of
 from maestro_lod.layers.ranks import activated, require_low_rank
 from maestro_lod.train.evaluate import batch_statistics, require_number
 
@@ -73,6 +76,33 @@ def _equal(one: Any, other: Any) -> bool:
         alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
         return one is other or (alike and torch.equal(one, other))
     return isinstance(one, _PLAIN) and type(one) is type(other) and bool(one == other)
+
+
+@contextmanager
+def alone_with(model: nn.Module) -> Iterator[None]:
+    """Evaluate a model inside, one thread at a time: its modes and forwards are exchanged."""
+    with lock_of(model), batch_statistics(model):
+        yield
+
+
+class _Intercepted:
+    """A forward, or a use of factors, that goes through a replay; in copies of models it does not.
+
+    Other threads that run the model meanwhile, and copies, get what was there.
+    """
+
+    def __init__(self, replay: Replay, plain: Callable[..., Any], through: Callable[..., Any]):
+        self._replay, self._plain, self._through = replay, plain, through
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mine = _RUNNING.get() is self._replay
+        return (self._through if mine else self._plain)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._plain, memo)
+
+
+_RUNNING: ContextVar[Replay | None] = ContextVar("maestro_lod.replay", default=None)
 
 
 class _Seen(NamedTuple):
@@ -140,7 +170,7 @@ class Replay:
         self._used: set[str] = set()  # layers, in the pass that runs
         self._calls = [0]  # that were made by the loss and, one inside the other, by running calls
         active = {layer: ranks[name] for name, layer in self.layers.items()}
-        with self._intercepted(), activated(active), batch_statistics(self.model):
+        with alone_with(self.model), self._intercepted(), activated(active):
             loss = require_number(self._function(self.model), "loss")
         return loss if math.isfinite(loss) else math.inf
 
@@ -149,22 +179,30 @@ class Replay:
         """Let calls of modules, and uses of factors, go through us inside the `with` block."""
         modules = [m for m in self.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         replaced: list[tuple[nn.Module, str, Any]] = [
-            *((m, "forward", partial(self._call, m, m.forward)) for m in modules),
+            *((m, "forward", self._through(m.forward, self._call, m)) for m in modules),
             *(
-                (layer, "_active_factors", partial(self._use, name, layer._active_factors))
-                for name, layer in self.layers.items()
+                (m, "_active_factors", self._through(m._active_factors, self._use, name))
+                for name, m in self.layers.items()
             ),
         ]
         before = [(m, key, m.__dict__.get(key)) for m, key, _ in replaced]  # mostly the class's
         for module, key, value in replaced:
             module.__dict__[key] = value  # past nn.Module's slow setattr
+        outer = _RUNNING.get()
+        _RUNNING.set(self)
         try:
             yield
         finally:
+            _RUNNING.set(outer)
             for module, key, own in before:
                 del module.__dict__[key]
                 if own is not None:
                     module.__dict__[key] = own
+
+    def _through(
+        self, plain: Callable[..., Any], way: Callable[..., Any], *what: Any
+    ) -> _Intercepted:
+        return _Intercepted(self, plain, partial(way, *what, plain))
 
     def _use(self, name: str, factors: Callable[[], Any]) -> Any:
         self._order.setdefault(name, len(self._order))
