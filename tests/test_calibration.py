@@ -15,7 +15,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import maestro_lod as lod
 from maestro_lod.errors import DataError, LayerError, OptionError
 from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.pretrained import calibration
 from maestro_lod.pretrained.calibration import calibrate
+from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.outputs import own_scores, own_values
 from tests.kinds import KINDS, Kind, Tied
 
@@ -176,6 +178,40 @@ def test_energies_estimate_what_the_loss_changes_by():
             changes = ((low_rank(x) - model(x)) * drawn).sum(1).square().sum()
         estimate = found.energies("", model)[rank:].sum()
         torch.testing.assert_close(changes.double(), estimate, rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("memory", "killed_after"), [(2**31, 1), (2**31, 3), (1, 3), (1, 4), (1, 5)]
+)
+def test_a_killed_calibration_goes_on_batch_by_batch(memory, killed_after, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "_KEPT_EVERY", 0.0)
+    monkeypatch.setattr(calibration, "_LEAST_WORK", 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8))
+    data, calls = [torch.randn(5, 12) for _ in range(4)], []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    expected = calibrate(model, data, loss=own_scores, memory=memory)
+    count = len(calls)
+    assert count == len(data) * (1 if memory > 1 else 2)  # a pass for each layer
+
+    def killed_loss(output: Tensor, target: object) -> Tensor:
+        if len(calls) > killed_after:
+            raise KeyboardInterrupt
+        return own_scores(output)
+
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, data, loss=killed_loss, memory=memory, kept=Kept(tmp_path, {}))
+    calls.clear()
+    found = calibrate(model, data, loss=own_scores, memory=memory, kept=Kept(tmp_path, {}))
+    assert len(calls) == count - killed_after
+    for name, moments in expected.moments.items():
+        assert vars(found.moments[name]).keys() == vars(moments).keys()
+        for what, value in vars(moments).items():
+            assert torch.equal(
+                torch.as_tensor(vars(found.moments[name])[what]), torch.as_tensor(value)
+            )
+    assert {file.name for file in tmp_path.iterdir()} == {"of.json", "calibration.safetensors"}
 
 
 def test_outputs_alone_can_say_how_much_layers_count():

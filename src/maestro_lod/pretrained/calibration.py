@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +20,7 @@ from maestro_lod.planning import Plan, Tied, Where
 from maestro_lod.pretrained.kept import Kept
 from maestro_lod.pretrained.observer import LARGEST_OUTPUT, Moments, Observer
 from maestro_lod.pretrained.whitening import energies, whitened_factors
+from maestro_lod.state import load_state, save_state
 from maestro_lod.structure import Fill, uninitialized
 from maestro_lod.structure import svd as by_weights
 from maestro_lod.train.evaluate import Loss, call, device_of, in_mode, on_device, split_batch
@@ -24,6 +28,10 @@ from maestro_lod.train.evaluate import Loss, call, device_of, in_mode, on_device
 Batches: TypeAlias = Iterable[Any]
 """Batches as `fit` takes them, pairs (inputs, target), or inputs alone: a tensor, or a mapping of
 keyword arguments."""
+
+
+_KEPT_EVERY = 60.0  # seconds
+_LEAST_WORK = 20  # times what it took to write the moments, before they are written again
 
 
 class Calibration:
@@ -117,7 +125,11 @@ def calibrate(
         raise LayerError(f"no layer of {type(model).__name__} can be calibrated.")
     data = list(batches) if isinstance(batches, Iterator) else batches
     found, kept = Calibration(layers, kept), kept or Kept()
-    moments = kept.part("calibration", lambda: _seen(model, plan, layers, data, loss, memory))
+    unfinished = _Unfinished(kept.file("calibrating"))
+    moments = kept.part(
+        "calibration", lambda: _seen(model, plan, layers, data, loss, memory, unfinished)
+    )
+    unfinished.remove()
     found.moments = {name: Moments(**of) for name, of in moments.items()}
     if found.unseen:
         warnings.warn(
@@ -134,12 +146,17 @@ def _seen(
     batches: Batches,
     loss: Loss | None,
     memory: int,
+    unfinished: _Unfinished,
 ) -> dict[str, dict[str, Any]]:
     """Return the moments of all layers, as plain values."""
     moments = {name: Moments() for name in (*layers, *plan.heads)}
     parts = list(_parts(layers, memory, gradients=loss is not None))
-    for part in parts:
-        _pass(Observer(model, plan, part, moments, gradients=loss is not None), batches, loss)
+    done, first = unfinished.read(moments, parts, device_of(model))
+    for number, part in enumerate(parts):
+        if number >= done:
+            observer = Observer(model, plan, part, moments, gradients=loss is not None)
+            write = functools.partial(unfinished.write, moments, parts, number)
+            _pass(observer, batches, loss, first if number == done else 0, write)
         for name in part if len(parts) > 1 else ():
             moments[name].to_disk()
     for head, embedding in plan.heads.items():
@@ -164,16 +181,63 @@ def _parts(
     yield part
 
 
-def _pass(observer: Observer, batches: Batches, loss: Loss | None) -> None:
-    """Run the model over all batches while a part of its layers is looked at."""
+def _pass(
+    observer: Observer,
+    batches: Batches,
+    loss: Loss | None,
+    first: int,
+    after: Callable[[int], None],
+) -> None:
+    """Run the model over the batches from the first on while a part of its layers is looked at.
+
+    `after` gets the number of batches that were seen, after each of them.
+    """
     model, device, number = observer.model, device_of(observer.model), -1
     with in_mode(model, training=False), observer.watching():
         for number, batch in enumerate(batches):
+            if number < first:
+                continue
             observer.batch = number
             inputs, target = split_batch(batch)
             with torch.set_grad_enabled(loss is not None):
                 output = call(model, on_device(inputs, device))
                 if loss is not None:
                     observer.differentiate(loss(output, on_device(target, device)))
+            after(number + 1)
     if number < 0:
         raise DataError("there is nothing to calibrate on: the data has no batch.")
+
+
+class _Unfinished:
+    """The moments after a number of batches, in a file, so that the next call goes on from them."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file, self._due = file, time.monotonic() + _KEPT_EVERY
+
+    def write(
+        self, moments: Mapping[str, Moments], parts: list[dict[str, LowRank]], done: int, seen: int
+    ) -> None:
+        """Write the moments after `done` parts and a number of batches, if it is time to."""
+        if self._file is None or (began := time.monotonic()) < self._due:
+            return
+        values = {name: vars(of) for name, of in moments.items()}
+        save_state([[[*part] for part in parts], done, seen, values], self._file)
+        now = time.monotonic()
+        self._due = now + max(_KEPT_EVERY, _LEAST_WORK * (now - began))
+
+    def read(
+        self, moments: Mapping[str, Moments], parts: list[dict[str, LowRank]], device: torch.device
+    ) -> tuple[int, int]:
+        """Read moments, if they are there; return how many parts and batches they are after."""
+        if self._file is None or not self._file.exists():
+            return 0, 0
+        names, done, seen, values = load_state(self._file)
+        if names != [[*part] for part in parts]:  # made within other limits of memory
+            return 0, 0
+        for name, of in values.items():
+            vars(moments[name]).update(on_device(of, device))
+        return done, seen
+
+    def remove(self) -> None:
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
