@@ -55,7 +55,9 @@ PLACES = {
     **dict.fromkeys(("amounts", "installing", "shown", "table"), "base"),
     **dict.fromkeys(("calls", "cost", "counting", "handover", "obstacles"), "model"),
     **dict.fromkeys(("planning", "reading", "structure", "surgery"), "model"),
-    **dict.fromkeys(("checkpoint", "contents", "digests", "files", "state", "tensors"), "files"),
+    **dict.fromkeys(
+        ("checkpoint", "contents", "digests", "files", "json_files", "state", "tensors"), "files"
+    ),
     **dict.fromkeys(("app", "markup", "methods/__init__", "plot"), "cli"),
     **dict.fromkeys(("methods/dense", "methods/lod"), "train"),
     **dict.fromkeys(

@@ -156,9 +156,11 @@ def _import_all() -> None:
 
 
 def _program(arguments: list[str]) -> None:
-    sys.argv = ["lod", *arguments]
+    before, sys.argv = sys.path[:], ["lod", *arguments]
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; the program may remove it
     with suppress(SystemExit):
         runpy.run_module("maestro_lod", run_name="__main__")
+    sys.path[:] = before
     assert Path("run/result.json").exists()
 
 

@@ -31,9 +31,13 @@ from interleaved import write
 from same_losses_runs import FILES, RUNS, tensors_of
 
 HERE = Path(__file__).parent
+_NOT_CUT = "layers that are not cut stay dense"
+_BETTER = "of the weights before and after distillation, the better ones are kept"
 EXPECTED: dict[str, str] = {
-    "compress, corrected, distilled": "of the weights before and after, the better ones are kept",
-    "distilled alone": "of the weights before and after, the better ones are kept",
+    "compress": _NOT_CUT,
+    "compress, corrected": _NOT_CUT,
+    "compress, corrected, distilled": f"{_NOT_CUT}; {_BETTER}",
+    "distilled alone": _BETTER,
 }
 """Runs that are meant to differ, and why."""
 

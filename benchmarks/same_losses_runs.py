@@ -499,7 +499,8 @@ RIVALS: dict[str, list[str]] = {
 
 def program(*arguments: object, ends_with: int = 0) -> str:
     """Run `lod …` in this process and return what it said."""
-    before, sys.argv = sys.argv, ["lod", *map(str, arguments)]
+    before, sys.argv = (sys.argv, sys.path[:]), ["lod", *map(str, arguments)]
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; the program may remove it
     log = NOW.directory / "log.txt"
     try:
         with log.open("a") as file, redirect_stdout(file), redirect_stderr(file):
@@ -510,7 +511,7 @@ def program(*arguments: object, ends_with: int = 0) -> str:
     except SystemExit as end:
         code = end.code or 0
     finally:
-        sys.argv = before
+        sys.argv, sys.path[:] = before
     said = log.read_text()[start:]
     if code != ends_with:
         raise RuntimeError(f"lod {arguments[0]} ended with {code}: {said[-2000:]}")
