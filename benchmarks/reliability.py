@@ -3,6 +3,7 @@
 python benchmarks/reliability.py damage     10,000 flipped bits, 2,000 damaged files
 python benchmarks/reliability.py locks      50 pairs of trainings, 50 killed holders of a lock
 python benchmarks/reliability.py lines      500 command lines
+python benchmarks/reliability.py hostile    every command on directories and files of others
 python benchmarks/reliability.py docs       the tables, from these, soak, verification, zeros, …
 """
 
@@ -151,6 +152,8 @@ def main() -> None:
             write("locks", told_by("test_locks.py", "50"))
         elif what == "lines":
             write("lines", told_by("test_command_lines.py", "500"))
+        elif what == "hostile":
+            write("hostile", told_by("test_hostile.py"))
         elif what == "docs":
             DOCS.write_text(documented(DOCS.read_text()))
         else:
