@@ -351,7 +351,7 @@ def test_tokens_that_are_frequent_come_first():
     [
         ([], DataError, "no batch"),
         (["text"], OptionError, "a batch is a str"),
-        ([(1, 2, 3)], OptionError, "calibration batch is a tuple"),
+        ([(1, 2, 3)], OptionError, "a batch is a tuple"),
     ],
 )
 def test_data_that_cannot_be_used_is_refused(batches, error, says):
