@@ -410,9 +410,9 @@ def test_without_validation_data_no_learning_rate_can_be_chosen(
     assert found.rows[0].training == 0.5
 
 
-def test_nothing_that_can_be_compared_is_an_error(recipe: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"nothing to compare.*no method 'lo'.*'lod'"):
-        compare(recipe, ["lo"], sizes=(0.5,), out=tmp_path / "out")
+def test_an_unknown_method_is_refused_before_anything_starts(recipe: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"^there is no method 'lo'\. Did you mean 'lod'"):
+        compare(recipe, ["dense", "lo"], sizes=(0.5,), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -431,13 +431,12 @@ def test_the_command_prints_the_table_and_writes_page_and_json(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (
-        "compare", recipe, "--methods", "dense, narrow,nothing", "--sizes", "0.5",
+        "compare", recipe, "--methods", "dense, narrow", "--sizes", "0.5",
         "--lr-trials", "1", "--out", "here",
     )  # fmt: skip
     assert lod(*arguments) == 0
     printed = capsys.readouterr().out
     assert "training narrow,size=0.5" in printed and "≤ 0.5×" in printed
-    assert "missing: nothing: there is no method 'nothing'." in printed
     said = json.loads(Path("here/compare.json").read_text())
     assert [row["method"] for row in said["rows"]] == ["dense", "narrow"]
     assert "narrow" in Path("here/compare.html").read_text()

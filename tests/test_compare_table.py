@@ -59,8 +59,18 @@ def test_a_difference_counts_if_it_exceeds_both_deviations(ahead: float, clear: 
     assert winner.spread == pytest.approx(2 * 0.01 * 2**0.5)
     assert winner.ahead == pytest.approx(ahead)
     assert winner.clear is clear
-    words = "more than the spread" if clear else "not more than the spread"
-    assert f"ahead of b by {100 * ahead:.2f} points, {words}" in str(comparison(first, second))
+    points = f"{100 * ahead:.2f} points"
+    words = f"ahead of b by {points}, more than" if clear else f"{points} apart, not more than"
+    assert f"{words} the spread" in str(comparison(first, second))
+
+
+@pytest.mark.parametrize("score, scores", [(0.9, (0.9,)), (0.9, (0.9, 0.9)), (0.9, (0.88, 0.91))])
+def test_a_tie_goes_to_the_smaller_model(score: float, scores: tuple[float, ...]) -> None:
+    large, small = row("large", 0.5, 0.5, *[score] * len(scores)), row("small", 0.5, 0.2, *scores)
+    for rows in ((large, small), (small, large)):
+        found = comparison(*rows)
+        assert found.winners[0].row.method == "small"
+        assert "small (" in str(found) and "a tie with large" in str(found)
 
 
 def test_one_seed_has_no_spread_and_the_words_say_so() -> None:

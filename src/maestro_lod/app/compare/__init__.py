@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from maestro_lod.app.compare.contenders import require_known
 from maestro_lod.app.compare.gather import gathered
 from maestro_lod.app.compare.page import write_page
 from maestro_lod.app.compare.plan import ComparisonPlan
@@ -45,6 +46,8 @@ def compare(
     and shares the work with one that is running. `say` is told in a line what happens, and what a
     method cannot do; the others go on. `stop` is asked after each step.
     """
+    methods = tuple(methods)
+    require_known(methods)
     plan = ComparisonPlan(
         recipe, tuple(changes), tuple(dict.fromkeys(sizes)), seeds, budget, lr_trials, lr_epochs,
         Path(out),
@@ -52,7 +55,7 @@ def compare(
     data = data_of(plan.base)  # says so if it is missing, before anything is trained
     plan.require_data(data)
     dense = cost_of(dense_model_of(plan.base, data), data.example)
-    runner = Runner(plan, tuple(methods), watchers, say, stop)
+    runner = Runner(plan, methods, watchers, say, stop)
     runner.work()
     found = gathered(runner, dense)
     write_page(found, plan.out)

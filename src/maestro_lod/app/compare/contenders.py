@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from maestro_lod.app.recipe import method_of
@@ -83,12 +84,19 @@ def known() -> list[str]:
     return [*dict.fromkeys([*METHODS, *_PARTICULAR, *_PEERS])]
 
 
+def require_known(names: Iterable[str]) -> None:
+    """Refuse names that no contender has."""
+    for name in names:
+        if name not in known():
+            raise OptionError(
+                f"there is no method {name!r}.{nearest(name, known())} Known: "
+                f"{listed(known(), 20)}."
+            )
+
+
 def contender(name: str) -> Contender:
     """Return a contender by its name, or say what is missing to have it."""
-    if name not in known():
-        raise OptionError(
-            f"there is no method {name!r}.{nearest(name, known())} Known: {listed(known(), 20)}."
-        )
+    require_known([name])
     if name in _PEERS:
         _require_package(name)
     return _PARTICULAR.get(name) or Contender(name, _PEERS.get(name, name))

@@ -58,7 +58,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Winner:
-    """The best of all models that are no larger than a size, and the best of another method."""
+    """The best of all models that are no larger than a size, and the best of another method.
+
+    Of two that are tied it is the smaller one.
+    """
 
     size: float
     row: Row
@@ -82,6 +85,11 @@ class Winner:
         if self.ahead is None or self.spread is None:
             return None
         return self.ahead > self.spread
+
+    @property
+    def tied(self) -> bool:
+        """Whether both are equally good, or not apart by more than the spread."""
+        return self.ahead == 0.0 or self.clear is False
 
 
 @dataclass(frozen=True)
@@ -119,10 +127,13 @@ class Comparison:
         found = []
         for size in sorted(self.sizes, reverse=True):
             within = [row for row in self.rows if row.share <= size * _SLACK]
-            ranked = sorted(within, key=self.order, reverse=True)
+            ranked = sorted(within, key=lambda row: (-self.order(row), row.params))
             if ranked:
                 others = (row for row in ranked if row.method != ranked[0].method)
-                found.append(Winner(size, ranked[0], next(others, None)))
+                winner = Winner(size, ranked[0], next(others, None))
+                if winner.tied and winner.second and winner.second.params < winner.row.params:
+                    winner = Winner(size, winner.second, winner.row)
+                found.append(winner)
         return found
 
     def front(self, kind: str) -> list[Row]:

@@ -82,11 +82,18 @@ def winning(found: Comparison, winner: Winner) -> str:
     said = f"Up to {winner.size:g}× of dense: {row.method} ({write(row.mean)})"
     if winner.second is None or winner.ahead is None:
         return f"{said}; there is no other method of that size."
+    if winner.tied:
+        second = f"{winner.second.method} ({write(winner.second.mean)})"
+        if winner.spread is None:
+            return f"{said}, a tie with {second}."
+        return (
+            f"{said}, a tie with {second}: {apart(winner.ahead)} apart, not more than the spread "
+            f"over seeds ({apart(winner.spread)})."
+        )
     said += f", ahead of {winner.second.method} by {apart(winner.ahead)}"
     if winner.spread is None:
         return f"{said}; with one seed nobody knows whether that is more than chance."
-    relation = "more" if winner.clear else "not more"
-    return f"{said}, {relation} than the spread over seeds ({apart(winner.spread)})."
+    return f"{said}, more than the spread over seeds ({apart(winner.spread)})."
 
 
 def best(found: Comparison) -> str:
