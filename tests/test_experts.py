@@ -19,6 +19,7 @@ from maestro_lod.checkpoint import save_plain
 from maestro_lod.deploy.export import opened
 from maestro_lod.layers import Experts, LowRankStack, SortedExperts, Stack, StackedProduct
 from maestro_lod.layers.experts import ROUTED, apply_stacked
+from maestro_lod.pretrained.compression import compress
 
 hf = pytest.importorskip("transformers")
 
@@ -47,12 +48,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False,
     },
 }  # fmt: skip
+COMPRESSED: dict[str, dict[str, Any]] = {
+    **{name: options for name, options in FAMILIES.items() if name != "Qwen2Moe"},
+    "Llama4": BASE | {
+        "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1,
+        "head_dim": 8, "interleave_moe_layer_step": 1, "attention_chunk_size": 32,
+    },
+    "GraniteMoe": BASE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Ernie4_5_Moe": MOE | {
+        "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "head_dim": 8,
+    },
+    "MiniMax": BASE | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "block_size": 8,
+        "layer_types": ["full_attention", "linear_attention"],
+    },
+    "AriaText": BASE | {
+        "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "head_dim": 8,
+    },
+}  # fmt: skip
 IMPLEMENTATIONS = ["eager", "grouped_mm", "batched_mm"]
 
 
 def model_of(family: str, **options: Any) -> Any:
     """Build a tiny model with weights and biases so large that every expert counts."""
-    config = getattr(hf, f"{family}Config")(**(FAMILIES[family] | options))
+    kind = "Llama4Text" if family == "Llama4" else family
+    config = getattr(hf, f"{kind}Config")(**((FAMILIES | COMPRESSED)[family] | options))
     model = getattr(hf, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -213,6 +233,22 @@ def test_it_trains_shrinks_is_stored_and_deployed(family: str, tmp_path: Path) -
     again = pickle.loads(pickle.dumps(small))
     torch.testing.assert_close(logits(again, inputs), logits(small, inputs), rtol=0, atol=0)
     assert not any(isinstance(m, LowRankStack) for m in small.modules())
+
+
+@pytest.mark.parametrize("family", COMPRESSED)
+@pytest.mark.filterwarnings("ignore:no calibration sample reached")
+def test_it_is_compressed_extracted_saved_and_loaded(family: str, tmp_path: Path) -> None:
+    model, inputs = model_of(family), tokens()
+    dense = copy.deepcopy(model)
+    done = compress(model, [tokens() for _ in range(3)], max_params=0.6)
+    assert done.params <= 0.6 * done.dense_params
+    assert stacks(model).keys() <= done.ranks.keys()
+    assert {name.rpartition(".")[2] for name in stacks(model)} == {"gate_up_proj", "down_proj"}
+    expected = logits(model, inputs)
+    assert_same(logits(lod.extract(model), inputs), expected)
+    lod.save(model, tmp_path / "model.safetensors")
+    loaded = lod.load(tmp_path / "model.safetensors", into=dense)
+    torch.testing.assert_close(logits(loaded, inputs), expected, rtol=0, atol=0)
 
 
 def test_an_exported_size_loads_into_the_dense_model(tmp_path: Path) -> None:
