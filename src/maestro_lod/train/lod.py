@@ -50,7 +50,7 @@ from maestro_lod.train.shrink import (
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.strength import Budget, Strength, require_strength
 from maestro_lod.train.unfactored import Unfactored
-from maestro_lod.train.unmoved import Grace, at_least
+from maestro_lod.train.unmoved import Grace, at_least, warn_of_large_steps
 from maestro_lod.train.unshrunk import unshrunk
 
 logger = logging.getLogger(__name__)
@@ -263,6 +263,8 @@ class LoD(Resumable):
         self._penalty.use = None
         self._steps.new_epoch()
         self.sampler.end_epoch(self.epoch, self.ledger, self.optimizer, self.ema)
+        if self.epoch == self.sampler.alone and not self.passes.elastic:
+            warn_of_large_steps(self.model, self.optimizer)
         self._agreement.new_epoch()
         self._penalty.warn_of_floor(self.threshold, lost)
         return lost

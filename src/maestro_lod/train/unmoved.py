@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from maestro_lod.distributed.shards import is_sharded, sums_by_rank
+from maestro_lod.errors import listed
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
+
+_LARGEST_STEP = 1.0  # learning rate over (1 - momentum), times the growth of a step by factoring
 
 
 def unmoved_ranks(model: nn.Module) -> dict[str, int]:
@@ -46,6 +51,41 @@ def _moved_ranks(layer: LowRank) -> list[Tensor]:
         return [count > 0 for count in counts]
     u, v = factors[0].detach().movedim(1, 0).flatten(1), factors[1].detach().flatten(1)
     return [(u != 0).any(1), (v != 0).any(1)]
+
+
+def warn_of_large_steps(model: nn.Module, optimizer: Optimizer) -> None:
+    """Warn if SGD, which suited weights that were trained whole, is too fast for their factors.
+
+    A step of factors moves their product by ‖u‖² + ‖v‖² times what the dense weight would move by,
+    and a layer that was zero has large factors once it has been trained. At sampled ranks gradients
+    are large too, so that training falls apart and does not come back.
+    """
+    if not isinstance(optimizer, SGD):  # others go by the signs of gradients
+        return
+    rates = {
+        id(p): float(group["lr"]) / (1 - min(float(group["momentum"]), 0.999))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    fast = [
+        name
+        for name, layer in low_rank_layers(model).items()
+        if layer.rank and not any(map(is_sharded, layer.stored_factors()))
+        if rates.get(id(layer.u), 0.0) * _growth(layer) > _LARGEST_STEP
+    ]
+    if fast:
+        warnings.warn(
+            f"SGD's learning rate suits dense weights, but is too large for the factors of "
+            f"{listed(fast)}, whose ranks are sampled from now on: training may fall apart. Clip "
+            "gradients (clip_norm=1.0), or lower the learning rate or the momentum.",
+            stacklevel=3,  # whoever ends the epoch
+        )
+
+
+def _growth(layer: LowRank) -> float:
+    """Return how much faster the first rank moves than the weight that it is part of."""
+    first = layer.u.detach()[:, 0], layer.v.detach()[0]
+    return sum(float(part.float().square().sum()) for part in first) if layer.u.requires_grad else 0
 
 
 class Grace:
