@@ -105,6 +105,17 @@ def test_a_run_is_deployed_to_every_format(
     torch.testing.assert_close(answer, rebuilt(example), rtol=1e-4, atol=1e-4)
 
 
+def test_a_size_that_is_worse_says_so_and_what_helps(finished: Path, tmp_path: Path) -> None:
+    trained = Trained.of(Run.open(finished))
+    options: dict[str, Any] = {"example": trained.example(1), "formats": ["safetensors"]}
+    done = files.deploy_size(trained.model, None, tmp_path / "out", test=trained.test, **options)
+    before = replace(done, dense_test={"accuracy": 0.959}, test={"accuracy": 0.705})
+    said = deployment.quality_loss(trained, before)
+    assert said is not None
+    assert "fell from 95.9% to 70.5%" in said and "--heal" in said and "elastic" in said
+    assert deployment.quality_loss(trained, replace(before, test={"accuracy": 0.952})) is None
+
+
 def test_a_size_is_healed_before_it_is_written(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -44,6 +45,7 @@ from maestro_lod.train.evaluate import (
     in_mode,
     on_device,
     recalibrate,
+    samples_in,
     to_evaluate,
 )
 from maestro_lod.train.finetune import finetune
@@ -219,6 +221,27 @@ def deploy(
         int8=int8,
         fast=fast,
         **limits,
+    )
+
+
+_NOTICEABLE = 0.01
+
+
+def quality_loss(trained: Trained, done: Deployment) -> str | None:
+    """Return how far the accuracy of a deployed size fell and what helps; None if it hardly did.
+
+    It fell if that is more than a point and more than the standard error of both accuracies.
+    """
+    if trained.data.test is None or "accuracy" not in done.test:
+        return None
+    before, after = done.dense_test["accuracy"], done.test["accuracy"]
+    count = sum(samples_in(target) for _, target in trained.data.test)
+    error = math.sqrt((before * (1 - before) + after * (1 - after)) / max(1, count))
+    if before - after <= max(_NOTICEABLE, error):
+        return None
+    return (
+        f"this size is worse: test accuracy fell from {before:.1%} to {after:.1%}. Deploy a larger "
+        "size, train it with --heal 1, or train the run with elastic for every size."
     )
 
 

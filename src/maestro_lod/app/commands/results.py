@@ -18,7 +18,7 @@ from maestro_lod.app.report import write_report
 from maestro_lod.app.run import Run
 from maestro_lod.app.setup import data_of, model_of
 from maestro_lod.app.terminal import complain, say, search_bar
-from maestro_lod.app.trained import Trained, find_frontier, require_deployable
+from maestro_lod.app.trained import Trained, find_frontier, quality_loss, require_deployable
 from maestro_lod.app.trained import deploy as write_deployment
 from maestro_lod.checkpoint import verify as verify_tensors
 from maestro_lod.cost import summary as summary_of
@@ -141,6 +141,8 @@ def deploy(
             int8=int8, fast=fast, heal=heal, progress=progress,
         )  # fmt: skip
     say(f"{done}\n\nwritten to {out}")
+    if (worse := quality_loss(trained, done)) is not None:
+        say(worse)
     if done.point is not None and trained.plain is not None:
         say(
             "it was not trained low-rank: its size was cut by SVD, and zeros among its weights went"
