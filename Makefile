@@ -37,7 +37,7 @@ $(FLOWER)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 flower: $(FLOWER)/.installed  ## federated training in Flower: its tests and both examples, in an environment of its own
-	$(FLOWER)/bin/python -m pytest tests/test_flower.py
+	$(FLOWER)/bin/python -m pytest tests/integrations/test_flower.py
 	cd $(FLOWER) && bin/python ../examples/flower/simulate.py
 	cd $(FLOWER) && bin/python ../examples/flower/processes.py
 

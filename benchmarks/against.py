@@ -37,7 +37,7 @@ Work = Callable[[], object]
 
 def model_named(name: str) -> nn.Module:
     """Build a model of the program, wherever this version keeps them."""
-    for place in ("maestro_lod.app.models", "maestro_lod.tasks.models"):
+    for place in ("maestro_lod.cli.models", "maestro_lod.tasks.models"):
         try:
             models = importlib.import_module(place)
         except ModuleNotFoundError:

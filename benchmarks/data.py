@@ -18,8 +18,9 @@ from interleaved import seconds, write
 from torch import nn
 from torch.nn import functional as F
 
-from maestro_lod.app.data import Data, load_data
-from maestro_lod.app.models import LeNet, resnet18
+from maestro_lod.baselines.models import resnet18
+from maestro_lod.cli.data import Data, load_data
+from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.errors import DataError
 
 BATCHES = 20  # loaded at a time: one alone is over too soon to be timed

@@ -20,11 +20,12 @@ from interleaved import Times, seconds, write
 from torch import Tensor, nn
 
 import maestro_lod as lod
-from maestro_lod.app.models import LeNet, resnet18
-from maestro_lod.calls import Call
-from maestro_lod.cost import summary
+from maestro_lod.baselines.models import resnet18
+from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.deploy.export import export, opened
-from maestro_lod.deploy.latency import latency
+from maestro_lod.model.cost import summary
+from maestro_lod.model.inputs import Call
+from maestro_lod.sizes.latency import latency
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "LeNet": (LeNet, (1, 28, 28)),

@@ -15,8 +15,8 @@ import torch
 from interleaved import seconds, write
 
 import maestro_lod as lod
-from maestro_lod.app.data import load_data
-from maestro_lod.app.models import LeNet
+from maestro_lod.cli.data import load_data
+from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.train.progress import Progress
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maestro_lod import at_ranks, decompose
-from maestro_lod.app.data import load_data
-from maestro_lod.app.models.lenet import LeNet
-from maestro_lod.federated import Update, aggregate, leading, receive
+from maestro_lod.cli.data import load_data
+from maestro_lod.cli.models.lenet import LeNet
+from maestro_lod.integrations.federated import Update, aggregate, leading, receive
 
 TIERS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 CLIENTS, TEST = 20, 10_000

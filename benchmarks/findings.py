@@ -32,7 +32,7 @@ SMALL = ["data.limit=60", "batch=8", "epochs=2", "penalty=0.02", "threshold=0.1"
 
 PROGRAM = (
     "import sys, importlib.util as u\n"
-    "name = 'maestro_lod.cli' if u.find_spec('maestro_lod.cli') else 'maestro_lod.app.cli'\n"
+    "name = 'maestro_lod.cli' if u.find_spec('maestro_lod.cli') else 'maestro_lod.cli.main'\n"
     "sys.exit(__import__(name, fromlist=['main']).main())"
 )
 """Runs `lod`, which had another place before."""

@@ -29,15 +29,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.app.run import Run
-from maestro_lod.app.trained import Trained
-from maestro_lod.cost import Costs
-from maestro_lod.counting import dense_macs
-from maestro_lod.deploy.frontier import Frontier, frontier
-from maestro_lod.deploy.replay import batch_statistics
-from maestro_lod.deploy.search import METHODS
+from maestro_lod.cli.run import Run
+from maestro_lod.cli.trained import Trained
 from maestro_lod.layers import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.model.cost import Costs
+from maestro_lod.model.macs import dense_macs
+from maestro_lod.sizes.frontier_search import Frontier, frontier
+from maestro_lod.sizes.replay import batch_statistics
+from maestro_lod.sizes.strategies import METHODS
 
 SAMPLES, TEST, UNTIL = 256, 10_000, 0.25
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from maestro_lod.app.memory import keep_freed_memory
+from maestro_lod.cli.memory import keep_freed_memory
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -16,7 +16,7 @@ from interleaved import seconds, write
 from torch import Tensor, nn
 
 import maestro_lod as lod
-from maestro_lod.cost import summary
+from maestro_lod.model.cost import summary
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
 

@@ -64,7 +64,7 @@ def _environment(place: Path) -> dict[str, str]:
 
 def main() -> None:
     sys.path.insert(0, str(ROOT))
-    from tests.directories import write_llama
+    from tests.support.directories import write_llama
 
     parts = [HEAD]
     with tempfile.TemporaryDirectory() as folder:

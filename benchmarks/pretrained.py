@@ -28,13 +28,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import maestro_lod as lod
-from maestro_lod.cost import Costs
+from maestro_lod.files.stage_cache import Kept
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.pretrained.allocation import choose_ranks
-from maestro_lod.pretrained.calibration import Calibration, calibrate
-from maestro_lod.pretrained.healing import Sizes, heal
-from maestro_lod.pretrained.kept import Kept
-from maestro_lod.pretrained.sequential import correct
+from maestro_lod.model.cost import Costs
+from maestro_lod.pretrained.correction import correct
+from maestro_lod.pretrained.distillation import Sizes, heal
+from maestro_lod.sizes.calibrated_allocation import choose_ranks
+from maestro_lod.sizes.calibration import Calibration, calibrate
 from maestro_lod.train.evaluate import recalibrate
 
 SHARES = (0.9, 0.8, 0.7, 0.5, 0.3)

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import maestro_lod as lod
-from maestro_lod.pretrained.calibration import calibrate
+from maestro_lod.sizes.calibration import calibrate
 
 MB = 2**20
 PAGE = Path(__file__).parent.parent / "docs" / "pretrained.md"

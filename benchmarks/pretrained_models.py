@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maestro_lod.pretrained.kept import Kept
-from maestro_lod.pretrained.outputs import own_scores, own_values, scores_loss, values_loss
+from maestro_lod.files.stage_cache import Kept
+from maestro_lod.sizes.outputs import own_scores, own_values, scores_loss, values_loss
 
 SoftLoss = Callable[[Any, Any], Tensor]
 

@@ -128,7 +128,7 @@ def page() -> str:
         "# A decoder of 7 billion parameters, on paper",
         "",
         "Made by `benchmarks/scale.py` from layer shapes on the meta device, arithmetic, and one",
-        "measured constant; nothing here was run at this size. `tests/test_scale.py` holds the",
+        "measured constant; nothing here was run at this size. `tests/docs/test_scale.py` holds the",
         "page against the arithmetic.",
         "",
         f"{LAYERS} layers of width {WIDTH:,} and {HIDDEN:,}, {VOCABULARY:,} words: {dense:,}",

@@ -34,13 +34,13 @@ from optuna.storages.journal import JournalFileBackend
 from torch import nn
 
 import maestro_lod as lod
-from maestro_lod.app import cli
-from maestro_lod.app.tuning import recipes  # noqa: F401  # here, so that no start has to
-from maestro_lod.app.tuning.trials import trials_of
-from maestro_lod.checkpoint import verify
-from maestro_lod.deploy.points import Frontier
-from maestro_lod.files import alone_in, remove_leftovers
-from maestro_lod.tensors import opened_file
+from maestro_lod.cli import main as cli
+from maestro_lod.cli.tuning import recipes  # noqa: F401  # here, so that no start has to
+from maestro_lod.cli.tuning.trials import trials_of
+from maestro_lod.files.atomic import alone_in, remove_leftovers
+from maestro_lod.files.tensor_file import opened_file
+from maestro_lod.model.checkpoint import verify
+from maestro_lod.model.frontier import Frontier
 
 KILLS_OF_A_LIFE = 12
 SETTINGS = (

@@ -28,7 +28,9 @@ QUICK = ["--set", "epochs=1", "--set", "data.limit=64", "--set", "threads=1"]
 
 def call(source: Path, *arguments: str) -> list[str]:
     """Return the command that is `lod …` of a checkout, whichever module it has it in."""
-    home = "maestro_lod.app.cli" if (source / "src/maestro_lod/app").exists() else "maestro_lod.cli"
+    home = (
+        "maestro_lod.cli.main" if (source / "src/maestro_lod/app").exists() else "maestro_lod.cli"
+    )
     run = (
         f"import sys; sys.path.insert(0, {str(source / 'src')!r}); from {home} import main; main()"
     )

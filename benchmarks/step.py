@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.app.models import LeNet, resnet18, resnet18_small, transformer_small, vgg19_small
-from maestro_lod.counting import dense_macs
+from maestro_lod.baselines.models import resnet18, resnet18_small, transformer_small, vgg19_small
+from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.layers import LowRankConv, composed_once
 from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.model.macs import dense_macs
 from maestro_lod.train.shrink import cut
 
 PENALTY = 64e-6

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maestro_lod import LoD, decompose
-from maestro_lod.app.models.lenet import LeNet
+from maestro_lod.cli.models.lenet import LeNet
 
 Step = Callable[[], object]
 PAGE = Path(__file__).parent.parent / "docs" / "trainers.md"
@@ -113,7 +113,7 @@ def accelerate(ours: bool) -> Step:
 def huggingface() -> Step:
     """What the callback puts around `training_step`, around the same step."""
     from maestro_lod.integrations.driver import Driver
-    from maestro_lod.integrations.huggingface_trainer import LoDTrainerCallback
+    from maestro_lod.integrations.hf_trainer import LoDTrainerCallback
 
     model, optimizer = made()
     x, y = batch()

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from maestro_lod.tensors import opened_file, write_tensors
+from maestro_lod.files.tensor_file import opened_file, write_tensors
 
 LAYERS, RANKS, WIDTH = 20, 1280, 2560
 SHARES = {"whole": 1.0, "half of the ranks": 0.5, "a tenth of the ranks": 0.1}

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from maestro_lod import LoD, decompose
-from maestro_lod.app.models import resnet18
+from maestro_lod.baselines.models import resnet18
 from maestro_lod.distributed.shards import zero_behind_
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.plot import svg

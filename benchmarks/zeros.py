@@ -25,7 +25,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 from maestro_lod import LoD, decompose
-from maestro_lod.app.data import load_data
+from maestro_lod.cli.data import load_data
 from maestro_lod.train.fit import fit
 
 IMAGES, TEST, BATCH, EPOCHS = 3000, 10_000, 64, 12

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.app.models import LeNet
+from maestro_lod.cli.models.lenet import LeNet
 
 EPOCHS, BATCH, PENALTY = 60, 32, 1e-3
 

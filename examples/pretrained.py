@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.cost import Costs
+from maestro_lod.model.cost import Costs
 from maestro_lod.pretrained.compression import compress
-from maestro_lod.pretrained.outputs import own_scores, scores_loss
+from maestro_lod.sizes.outputs import own_scores, scores_loss
 
 EPOCHS, BATCH = 12, 32
 SHARES = (0.5, 0.3, 0.2)

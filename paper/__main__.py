@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from maestro_lod.app.memory import keep_freed_memory
+from maestro_lod.cli.memory import keep_freed_memory
 from maestro_lod.errors import MaestroError, nearest
 from paper.record import RESULTS, ROOT, read, write
 from paper.scale import Scale

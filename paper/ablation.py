@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import maestro_lod as lod
-from maestro_lod.app.run import Run
-from maestro_lod.app.trained import Trained
-from maestro_lod.methods.lod import LoDSettings
+from maestro_lod.cli.run import Run
+from maestro_lod.cli.trained import Trained
+from maestro_lod.train.lod_settings import LoDSettings
 from paper.published import ABLATION
 from paper.scale import Scale, row
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from maestro_lod.app.compare import Comparison, Row, compare
-from maestro_lod.app.compare.page import page
-from maestro_lod.app.compare.words import best, costs, ranked, score, setting, size_of, winning
-from maestro_lod.app.report.text import times
+from maestro_lod.baselines.compare import Comparison, Row, compare
+from maestro_lod.baselines.compare.page import page
+from maestro_lod.baselines.compare.words import (
+    best,
+    costs,
+    ranked,
+    score,
+    setting,
+    size_of,
+    winning,
+)
+from maestro_lod.cli.report.text import times
 from paper.published import COMPARED
 from paper.scale import Scale
 

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maestro_lod import RankSampler, summary
-from maestro_lod.app.models import MODELS
-from maestro_lod.calls import Example
-from maestro_lod.cost import Summary, count_params
-from maestro_lod.planning import Plan
-from maestro_lod.structure import restructure, uninitialized
+from maestro_lod.cli.models import MODELS
+from maestro_lod.model.cost import Summary, count_params
+from maestro_lod.model.inputs import Example
+from maestro_lod.model.structure import restructure, uninitialized
+from maestro_lod.model.survey import Plan
 from maestro_lod.train.ledger import Ledger
 from paper.published import (
     COUNTS,

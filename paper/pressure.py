@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from maestro_lod.app.run import Run
-from maestro_lod.app.setup import Setup
-from maestro_lod.methods.lod import LoDSettings
+from maestro_lod.cli.run import Run
+from maestro_lod.cli.setup import Setup
+from maestro_lod.train.lod_settings import LoDSettings
 from maestro_lod.train.method import RunPlan
 from maestro_lod.train.pressure import penalty_for
 from paper import budgets

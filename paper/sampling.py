@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from maestro_lod.app.run import Run
-from maestro_lod.app.trained import Trained, search
+from maestro_lod.cli.run import Run
+from maestro_lod.cli.trained import Trained, search
 from maestro_lod.layers.ranks import at_ranks
 from paper.scale import Scale, row
 

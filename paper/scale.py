@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from maestro_lod.app.recipe import load_recipe
-from maestro_lod.app.run import Run
+from maestro_lod.cli.recipe import load_recipe
+from maestro_lod.cli.run import Run
 
 Setting = str | int | float | bool
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from maestro_lod.app.run import Run
-from maestro_lod.app.trained import Trained, search
-from maestro_lod.deploy.points import Frontier
+from maestro_lod.cli.run import Run
+from maestro_lod.cli.trained import Trained, search
 from maestro_lod.layers.ranks import at_ranks
+from maestro_lod.model.frontier import Frontier
 from maestro_lod.plot import svg
 from paper.published import LENET
 from paper.scale import Scale, row

@@ -7,9 +7,9 @@ from statistics import mean, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from maestro_lod.app.recipe import load_recipe
-from maestro_lod.app.run import Run
-from maestro_lod.app.setup import Setup
+from maestro_lod.cli.recipe import load_recipe
+from maestro_lod.cli.run import Run
+from maestro_lod.cli.setup import Setup
 from maestro_lod.plot import svg
 from maestro_lod.train.evaluate import evaluate
 from maestro_lod.train.progress import Progress

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import maestro_lod as lod
-from maestro_lod.app.run import Run
-from maestro_lod.app.setup import Setup
-from maestro_lod.train.evaluate import call
+from maestro_lod.cli.run import Run
+from maestro_lod.cli.setup import Setup
+from maestro_lod.model.inputs import call
 from maestro_lod.train.shrink import cut
 from paper import cifar, multi30k
 from paper.published import LENET

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
-from tests.pair import Pair
+from tests.support.pair import Pair
 
 settings.register_profile(
     "repeatable",

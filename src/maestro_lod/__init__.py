@@ -5,27 +5,27 @@ from typing import TYPE_CHECKING, Any
 
 from maestro_lod.errors import MaestroError, OptionError
 from maestro_lod.installing import install
+from maestro_lod.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from maestro_lod.app.tuning.search import tune as tune
-    from maestro_lod.checkpoint import load, save
-    from maestro_lod.cost import summary
+    from maestro_lod.cli.tuning.search import tune as tune
     from maestro_lod.deploy.deployment import deploy_size
     from maestro_lod.deploy.export import export
-    from maestro_lod.deploy.frontier import frontier
-    from maestro_lod.deploy.latency import latency
     from maestro_lod.layers.ranks import at_ranks, ranks, set_ranks
-    from maestro_lod.planning import survey
-    from maestro_lod.shown import show_progress
-    from maestro_lod.surgery import decompose, extract, fuse
+    from maestro_lod.model.checkpoint import load, save
+    from maestro_lod.model.cost import summary
+    from maestro_lod.model.surgery import decompose, extract, fuse
+    from maestro_lod.model.survey import survey
+    from maestro_lod.progress import show_progress
+    from maestro_lod.sizes.frontier_search import frontier
+    from maestro_lod.sizes.latency import latency
     from maestro_lod.train.fit import fit
     from maestro_lod.train.lod import LoD
+    from maestro_lod.train.objective import Budget, Pressure
     from maestro_lod.train.penalty import group_lasso, importance, prox_group_lasso_
     from maestro_lod.train.sampling import RankSampler
     from maestro_lod.train.shrink import shrink
-    from maestro_lod.train.strength import Budget, Pressure
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Budget",
@@ -56,23 +56,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "app.tuning.search": ("tune",),  # which needs an extra, so that it is none of `__all__`
-    "checkpoint": ("load", "save"),
-    "cost": ("summary",),
+    "cli.tuning.search": ("tune",),  # which needs an extra, so that it is none of `__all__`
     "deploy.deployment": ("deploy_size",),
     "deploy.export": ("export",),
-    "deploy.frontier": ("frontier",),
-    "deploy.latency": ("latency",),
     "layers.ranks": ("at_ranks", "ranks", "set_ranks"),
-    "planning": ("survey",),
-    "shown": ("show_progress",),
-    "surgery": ("decompose", "extract", "fuse"),
+    "model.checkpoint": ("load", "save"),
+    "model.cost": ("summary",),
+    "model.surgery": ("decompose", "extract", "fuse"),
+    "model.survey": ("survey",),
+    "progress": ("show_progress",),
+    "sizes.frontier_search": ("frontier",),
+    "sizes.latency": ("latency",),
     "train.fit": ("fit",),
     "train.lod": ("LoD",),
+    "train.objective": ("Budget", "Pressure"),
     "train.penalty": ("group_lasso", "importance", "prox_group_lasso_"),
     "train.sampling": ("RankSampler",),
     "train.shrink": ("shrink",),
-    "train.strength": ("Budget", "Pressure"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -5,6 +5,6 @@ import sys
 if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the working directory, or that of this file: no place of modules
-    from maestro_lod.app.cli import main
+    from maestro_lod.cli.main import main
 
     main()

@@ -14,21 +14,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from maestro_lod.calls import Example, as_call
-from maestro_lod.cost import cost_of
-from maestro_lod.deploy.choice import Judge, choose
 from maestro_lod.deploy.export import FORMATS, Exported, export, opened
-from maestro_lod.deploy.latency import all_dense
-from maestro_lod.deploy.limits import Point
 from maestro_lod.deploy.manifest import write_manifest
-from maestro_lod.deploy.points import Frontier
-from maestro_lod.deploy.timing import ROUNDS, batch_of, drawn_call, eager, interleaved, ratios
 from maestro_lod.errors import LayerError, OptionError, OutputError, listed, nearest
-from maestro_lod.files import replacing_directory
+from maestro_lod.files.atomic import replacing_directory
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.shown import Telling
-from maestro_lod.table import table
-from maestro_lod.train.evaluate import device_of
+from maestro_lod.model.cost import cost_of
+from maestro_lod.model.frontier import Frontier
+from maestro_lod.model.inputs import Example, as_call, device_of
+from maestro_lod.model.limits import Point
+from maestro_lod.progress import Telling
+from maestro_lod.sizes.choice import Judge, choose
+from maestro_lod.sizes.latency import all_dense
+from maestro_lod.sizes.timing import ROUNDS, batch_of, drawn_call, eager, interleaved, ratios
+from maestro_lod.text import table
 
 _NOISE = 1.05  # two timings this close are the same
 

@@ -23,11 +23,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from maestro_lod.calls import Call, Example, as_call
-from maestro_lod.checkpoint import plain_state, save_plain
-from maestro_lod.cost import count_params
 from maestro_lod.deploy import pt2_file
-from maestro_lod.deploy.timing import batch_of, drawn_call, interleaved, ratios, run
 from maestro_lod.deploy.verification import (
     INT8_TOLERANCE,
     TOLERANCE,
@@ -38,11 +34,14 @@ from maestro_lod.deploy.verification import (
     tolerance_of,
 )
 from maestro_lod.errors import LayerError, OptionError, listed, nearest
-from maestro_lod.files import replacing
+from maestro_lod.files.atomic import replacing
 from maestro_lod.installing import install
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.surgery import extract
-from maestro_lod.train.evaluate import device_of, in_mode
+from maestro_lod.model.checkpoint import plain_state, save_plain
+from maestro_lod.model.cost import count_params
+from maestro_lod.model.inputs import Call, Example, as_call, device_of, in_mode
+from maestro_lod.model.surgery import extract
+from maestro_lod.sizes.timing import batch_of, drawn_call, interleaved, ratios, run
 
 __all__ = ["FORMATS", "INT8_TOLERANCE", "TOLERANCE", "Exported", "export", "opened"]
 

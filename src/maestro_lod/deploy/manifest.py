@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from maestro_lod.errors import CheckpointError
-from maestro_lod.files import replacing
-from maestro_lod.json_files import read_json_file
+from maestro_lod.files.atomic import replacing
+from maestro_lod.files.json_files import read_json_file
 
 MANIFEST, _DIGESTS = "deploy.json", "sha256"
 _PIECE = 2**20

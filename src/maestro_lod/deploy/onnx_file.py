@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
-from maestro_lod.calls import Call
+from maestro_lod.model.inputs import Call
 
 
 def write(program: ExportedProgram, path: Path, *, int8: bool) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from maestro_lod.calls import Call
-from maestro_lod.deploy.timing import batch_of, run
 from maestro_lod.errors import LayerError, OutputError
+from maestro_lod.model.inputs import Call
+from maestro_lod.sizes.timing import batch_of, run
 
 TOLERANCE = 1e-4
 """How far the outputs of a file may be from the model's, relative to the largest of these. For

@@ -8,30 +8,41 @@ models drift apart, without a word.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from maestro_lod.distributed.ddp import joining, wrappers_of
-from maestro_lod.distributed.fsdp import shard_group
-from maestro_lod.distributed.processes import (
+from maestro_lod.distributed.collectives import (
     Group,
     require_agreement,
     told_by,
     told_by_all,
 )
+from maestro_lod.distributed.ddp import joining, wrappers_of
+from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.errors import TrainingError
-from maestro_lod.layers.ranks import ranks
 
 if TYPE_CHECKING:
-    from maestro_lod.train.lod import LoD
+    from torch.optim import Optimizer
 
 EVERY = 64
 """Steps after which processes are compared, beside the first one of an epoch and its end."""
 
 Facts = Mapping[str, object]
 """What a process says of itself, each by what it is called in an error."""
+
+
+class Training(Protocol):
+    """What processes compare of a training, and take over from each other."""
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+    def facts(self) -> Facts:
+        """Say what must be the same in all processes that train a model."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Agreement:
@@ -64,19 +75,19 @@ class Agreement:
         group = self.wrappers[0].process_group if self.wrappers else shard_group(self._model)
         return group if group is not None and group.size() > 1 else None
 
-    def before_step(self, train: LoD) -> None:
+    def before_step(self, train: Training) -> None:
         """Compare processes if it is time."""
         if (group := self.group) is None:
             return
         if self._at_first is None:
-            self._at_first = _facts(train)
+            self._at_first = train.facts()
         if any(map(joining, self.wrappers)):
             self._joined = True  # some may have stopped, and would not answer
         elif self._steps % EVERY == 0:
-            require_agreement(_facts(train), group)
+            require_agreement(train.facts(), group)
         self._steps += 1
 
-    def end_epoch(self, train: LoD) -> None:
+    def end_epoch(self, train: Training) -> None:
         """Refuse an epoch in which processes have gone different ways.
 
         Inside `join()` some stop before others. All then take over what the last one has: the
@@ -84,11 +95,11 @@ class Agreement:
         """
         if (group := self.group) is None:
             return
-        require_agreement(self._at_first or _facts(train), group)
+        require_agreement(self._at_first or train.facts(), group)
         steps = told_by_all((self._steps, self._joined), group)
         counts = [count for count, _ in steps]
         if min(counts) == max(counts):
-            require_agreement(_facts(train), group)
+            require_agreement(train.facts(), group)
             return
         if not any(joined for _, joined in steps):
             raise TrainingError(
@@ -99,13 +110,3 @@ class Agreement:
         of_optimizer, of_train = told_by(counts.index(max(counts)), state, group)
         train.optimizer.load_state_dict(of_optimizer)
         train.load_state_dict(of_train)
-
-
-def _facts(train: LoD) -> Facts:
-    """Say what must be the same in all processes that train a model."""
-    return {
-        "the ranks of the model": ranks(train.model),
-        "the options of LoD": f"penalty={train.penalty!r} threshold={train.threshold!r} "
-        f"min_rank={train.min_rank} proximal={train.proximal} {train.passes}",
-        "the ranks to draw (seed and steps so far)": train.sampler.fingerprint(),
-    }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from maestro_lod.distributed.processes import Group, told_by_all
+from maestro_lod.distributed.collectives import Group, told_by_all
 from maestro_lod.errors import TrainingError, listed
 
 _ROUNDING = 1e-3  # relative: more than any order of summation, less than one step's difference

@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from maestro_lod.distributed.processes import Group
+from maestro_lod.distributed.collectives import Group
 from maestro_lod.distributed.shards import Cut, first_ranks, is_sharded
 from maestro_lod.errors import LayerError, listed
 from maestro_lod.layers.lowrank import LowRank

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from maestro_lod.distributed.processes import Group, explaining_loss_of_others, sum_over
+from maestro_lod.distributed.collectives import Group, explaining_loss_of_others, sum_over
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from maestro_lod.calls import Example
 from maestro_lod.errors import OptionError, TrainingError, listed, nearest
 from maestro_lod.layers.ranks import match_ranks, require_low_rank
+from maestro_lod.model.inputs import Example
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import RunPlan, Schedule
+from maestro_lod.train.objective import Strength
 from maestro_lod.train.shrink import unwrapped_optimizer
-from maestro_lod.train.strength import Strength
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

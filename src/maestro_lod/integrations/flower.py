@@ -18,7 +18,7 @@
         return model_reply(message, model, examples=len(data))
 
 Whoever starts a client says what it can hold; the server asks each once. Which ranks are sent and
-how they are averaged is `maestro_lod.federated`, which needs no Flower.
+how they are averaged is `maestro_lod.integrations.federated`, which needs no Flower.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 from maestro_lod.errors import OptionError, TrainingError
-from maestro_lod.federated import aggregate, leading, receive
+from maestro_lod.integrations.federated import aggregate, leading, receive
 from maestro_lod.layers.ranks import require_low_rank, unwrapped
 
 _ARRAYS, _METRICS, _TIER = "arrays", "metrics", "tier"

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from maestro_lod.checkpoint import load, save
 from maestro_lod.errors import CheckpointError, LayerError
 from maestro_lod.integrations.model_directory import (
     CONFIG,
@@ -31,6 +30,7 @@ from maestro_lod.integrations.model_directory import (
 from maestro_lod.integrations.stock_directories import load_stock
 from maestro_lod.layers.ranks import Ranks, require_low_rank
 from maestro_lod.layers.uses import role_of
+from maestro_lod.model.checkpoint import load, save
 
 
 def save_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None:

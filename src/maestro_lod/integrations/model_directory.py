@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from maestro_lod.errors import CheckpointError, listed
-from maestro_lod.files import require_no_link_out
-from maestro_lod.json_files import read_json_file
+from maestro_lod.files.atomic import require_no_link_out
+from maestro_lod.files.json_files import read_json_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 LOD_WEIGHTS = "lod.safetensors"

@@ -19,7 +19,7 @@ from maestro_lod.errors import CheckpointError, OptionError, listed
 from maestro_lod.integrations.model_directory import read_weights
 from maestro_lod.layers.ranks import Ranks, low_rank_layers, match_ranks, resolve
 from maestro_lod.layers.registry import low_rank_type
-from maestro_lod.structure import Form, Structure, restructure, uninitialized
+from maestro_lod.model.structure import Form, Structure, restructure, uninitialized
 
 
 def load_stock(model: PreTrainedModel, directory: Path, ranks: Ranks | None) -> None:

@@ -381,7 +381,8 @@ def _warn_of_cut(prefix: str, stored: int, loaded: int, errors: list[str]) -> No
     warnings.warn(
         f"load_state_dict cut {prefix.rstrip('.') or 'the model itself'} from rank {stored} to "
         f"{loaded}, the rank of the loaded state, and maybe other layers. If the state is a "
-        "smaller model's and this one is to stay large, use maestro_lod.federated.aggregate; if "
+        "smaller model's and this one is to stay large, use "
+        "maestro_lod.integrations.federated.aggregate; if "
         "it is a checkpoint, maestro_lod.layers.match_ranks(model, state) before says so.",
         RanksCutWarning,
         stacklevel=2,

@@ -12,24 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from maestro_lod.cost import Costs, better_forms, count_params
-from maestro_lod.deploy.limits import require_limits
 from maestro_lod.errors import DataError, LayerError, OptionError, require_whole
-from maestro_lod.handover import copy_on_meta
+from maestro_lod.files.stage_cache import Kept
+from maestro_lod.files.tensor_file import distinct
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
 from maestro_lod.layers.ranks import ranks as ranks_of
-from maestro_lod.planning import Plan, Tied
-from maestro_lod.pretrained.allocation import energies_of, ranks_within
-from maestro_lod.pretrained.calibration import Batches, Calibration, calibrate
-from maestro_lod.pretrained.healing import heal
-from maestro_lod.pretrained.kept import Kept
-from maestro_lod.pretrained.outputs import SoftLoss, own_outputs
-from maestro_lod.pretrained.sequential import correct
-from maestro_lod.structure import Fill, restructure, structure_of, uninitialized
-from maestro_lod.surgery import fuse, require_usable_weights
-from maestro_lod.tensors import distinct
-from maestro_lod.train.evaluate import Loss, recalibrate, split_batch
+from maestro_lod.model.cost import Costs, better_forms, count_params
+from maestro_lod.model.inputs import Loss, split_batch
+from maestro_lod.model.limits import require_limits
+from maestro_lod.model.replace import copy_on_meta
+from maestro_lod.model.structure import Fill, restructure, structure_of, uninitialized
+from maestro_lod.model.surgery import fuse, require_usable_weights
+from maestro_lod.model.survey import Plan, Tied
+from maestro_lod.pretrained.correction import correct
+from maestro_lod.pretrained.distillation import heal
+from maestro_lod.sizes.calibrated_allocation import energies_of, ranks_within
+from maestro_lod.sizes.calibration import Batches, Calibration, calibrate
+from maestro_lod.sizes.outputs import SoftLoss, own_outputs
+from maestro_lod.train.evaluate import recalibrate
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is, and of how much."""
@@ -79,7 +80,7 @@ def compress(
     `max_params` is a number, or as a float a share of the model's parameters. Layers that factors
     would not make smaller stay dense. `loss(output,
     target)` says how much outputs count; by default the model's own, which need no targets:
-    `maestro_lod.pretrained.outputs.own_scores` is better for class scores that are a plain tensor.
+    `maestro_lod.sizes.outputs.own_scores` is better for class scores that are a plain tensor.
     `sequential` fits the layers in order to the original, `healing` is for so many steps, with
     `soft_loss` as in `heal`. The low-rank layers are made beside the dense ones, which they replace
     at the very end: until then, and after any failure, the model is as it was.

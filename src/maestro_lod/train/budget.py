@@ -18,15 +18,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.cost import Cost
 from maestro_lod.distributed.shards import zero_behind_
 from maestro_lod.errors import OptionError, listed
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.train.allocation import allocation, frozen_layers, smallest_cost
+from maestro_lod.model.cost import Cost
+from maestro_lod.sizes.allocation import allocation, frozen_layers, smallest_cost
+from maestro_lod.sizes.rank_order import order_ranks
 from maestro_lod.train.ledger import Ledger
-from maestro_lod.train.order import order_ranks
+from maestro_lod.train.objective import Budget
 from maestro_lod.train.shrink import clear_moments
-from maestro_lod.train.strength import Budget
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.cost import Costs
 from maestro_lod.errors import OptionError, require_nonnegative, require_whole
-from maestro_lod.train.allocation import allocation, smallest_cost
+from maestro_lod.model.cost import Costs
+from maestro_lod.sizes.allocation import allocation, smallest_cost
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.sampling import ALONE, RankSampler
-from maestro_lod.train.unmoved import much_is_unmoved
+from maestro_lod.train.zero_ranks import much_is_unmoved
 
 _RUNGS = 32  # sizes on a ladder, the whole model not among them
 _NEAR = 3  # each layer is cut as on one of so many rungs to either side: a search has a choice then

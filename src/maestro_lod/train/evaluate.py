@@ -5,26 +5,28 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from maestro_lod.errors import OptionError
+from maestro_lod.model.inputs import (
+    Batch,
+    Loss,
+    autocast,
+    call,
+    device_of,
+    in_mode,
+    on_device,
+    samples_in,
+    split_batch,
+)
 from maestro_lod.train.checks import mismatch, require_loss
-
-Batch: TypeAlias = "tuple[Any, Any] | Tensor | Mapping[str, Any]"
-"""A pair of inputs of the model (a tensor, a tuple or a mapping of arguments) and the target; or
-inputs alone. Of a mapping, `labels` are the target, and stay among the arguments."""
-Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 IGNORED = -100  # targets that do not count, as in torch's cross-entropy
 
@@ -128,71 +130,6 @@ def hits_of(output: Any, target: Any) -> Tensor | None:
     return hits[target != IGNORED]
 
 
-def samples_in(target: Any) -> int:
-    """Count the samples of a batch by the first tensor in its target; 1 if there is none."""
-    return next((len(t) for t in tree_leaves(target) if isinstance(t, Tensor) and t.ndim), 1)
-
-
-def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs of a batch and its target, None if it has none."""
-    if isinstance(batch, Mapping):
-        return batch, batch.get("labels")
-    if isinstance(batch, Tensor | PackedSequence):
-        return batch, None
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise OptionError(
-        f"a batch is a {type(batch).__name__}. Give a pair (inputs, target), whose inputs may be a "
-        "tuple of arguments, a mapping of keyword arguments, or a tensor."
-    )
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """Run a model on one input, a tuple of arguments, or a mapping of keyword arguments."""
-    try:
-        if isinstance(inputs, Mapping):
-            return model(**inputs)
-        several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
-        return model(*inputs) if several else model(inputs)
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        raise OptionError(
-            "a batch of one sample cannot train a norm over the batch. Choose a batch size that "
-            "leaves no single sample over, or drop it: DataLoader(…, drop_last=True)."
-        ) from error
-
-
-def on_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, PackedSequence):  # a tuple of four, but one input
-        return value.to(device)  # type: ignore[arg-type]
-    if isinstance(value, tuple | list):
-        return tuple(on_device(part, device) for part in value)
-    if isinstance(value, Mapping):
-        return {key: on_device(part, device) for key, part in value.items()}
-    return value
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return where the parameters of a model are."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-@contextmanager
-def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put a model into one mode for the `with` block, then each module back into its own."""
-    before = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in before.items():
-            module.training = mode
-
-
 @torch.no_grad()
 def evaluate(
     model: nn.Module, batches: Iterable[Batch], loss: Loss | None = None, *, amp: bool = False
@@ -217,11 +154,6 @@ def evaluate(
     if sequences and score.classified:
         means["perplexity"] = math.exp(min(means["loss"], 700.0))  # above, it overflows
     return means
-
-
-def autocast(device: torch.device, enabled: bool) -> Any:
-    """Return a context in which matrix products run in bfloat16, or one that does nothing."""
-    return torch.autocast(device.type, dtype=torch.bfloat16) if enabled else nullcontext()
 
 
 @torch.no_grad()
@@ -260,39 +192,3 @@ def recalibrate(
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
     return used
-
-
-@contextmanager
-def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Evaluate a model inside: no gradients, no dropout, norms that look at the batch alone.
-
-    Running statistics mix those of many submodels and fit none of them. Modes and running
-    statistics are as before afterwards, whatever happens.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    norms = [module for module, _ in modes if isinstance(module, _NormBase)]
-    statistics = [(b, b.clone()) for norm in norms for b in norm.buffers(recurse=False)]
-    try:
-        for module, _ in modes:
-            module.training = isinstance(module, _NormBase)
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        with torch.no_grad():
-            for buffer, before in statistics:
-                buffer.copy_(before)
-
-
-def require_number(value: object, source: str) -> float:
-    """Return what a user's function gave as a float, or refuse what is not one number."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, numbers.Real):
-        return float(value)
-    shape = f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
-    what = shape or type(value).__name__
-    raise OptionError(
-        f"{source} returned a {what}. Return one number, such as a mean over a batch."
-    )

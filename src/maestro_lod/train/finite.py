@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from maestro_lod.distributed.collectives import told_by_all
 from maestro_lod.distributed.fsdp import shard_group
-from maestro_lod.distributed.processes import told_by_all
 from maestro_lod.distributed.shards import local_part
 from maestro_lod.errors import TrainingError, listed
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from maestro_lod.distributed.batches import share_of, whole_score
+from maestro_lod.distributed.batch_norm import WholeBatchNorm
 from maestro_lod.distributed.ddp import follow, inside, quiet
-from maestro_lod.distributed.norms import WholeBatchNorm
 from maestro_lod.errors import (
     OptionError,
     TrainingError,
@@ -28,30 +27,18 @@ from maestro_lod.errors import (
     require_whole,
 )
 from maestro_lod.layers import composed_once
-from maestro_lod.methods.dense import Dense
+from maestro_lod.model.inputs import Batch, Loss, autocast, call, device_of, on_device, split_batch
+from maestro_lod.train.callbacks import Watch, usual_watch
 from maestro_lod.train.checks import require_loss, require_trainable
-from maestro_lod.train.evaluate import (
-    Batch,
-    CrossEntropy,
-    Loss,
-    Score,
-    autocast,
-    call,
-    device_of,
-    evaluate,
-    on_device,
-    recalibrate,
-    split_batch,
-    sums,
-    to_evaluate,
-)
+from maestro_lod.train.dense import Dense
+from maestro_lod.train.evaluate import CrossEntropy, Score, evaluate, recalibrate, sums, to_evaluate
 from maestro_lod.train.finite import require_finite_parameters
+from maestro_lod.train.loss_samples import judge
 from maestro_lod.train.method import Method, RunPlan, Schedule
 from maestro_lod.train.progress import Progress, random_states, set_random_states
 from maestro_lod.train.record import EpochRecord
-from maestro_lod.train.sample import judge
 from maestro_lod.train.schedule import from_scheduler
-from maestro_lod.train.watch import Watch, usual_watch
+from maestro_lod.train.shared_batches import share_of, whole_score
 
 
 @dataclass(frozen=True)

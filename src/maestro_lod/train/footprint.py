@@ -17,10 +17,10 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from maestro_lod.calls import Call, Example, as_call
-from maestro_lod.handover import copy_on_meta, copy_without_hooks
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
-from maestro_lod.structure import Form, restructure, structure_of, uninitialized
+from maestro_lod.model.inputs import Call, Example, as_call
+from maestro_lod.model.replace import copy_on_meta, copy_without_hooks
+from maestro_lod.model.structure import Form, restructure, structure_of, uninitialized
 
 _OF_A_LOSS = 2  # times the outputs: what cross-entropy keeps of them, and their gradient
 

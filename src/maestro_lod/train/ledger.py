@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from maestro_lod.calls import Example
-from maestro_lod.cost import Cost, Costs, count_bits, count_params
-from maestro_lod.counting import DenseMacs, dense_macs
 from maestro_lod.layers.ranks import low_rank_layers, ranks
 from maestro_lod.layers.uses import Costed, uses_of
+from maestro_lod.model.cost import Cost, Costs, count_bits, count_params
+from maestro_lod.model.inputs import Example
+from maestro_lod.model.macs import DenseMacs, dense_macs
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.calls import Example
-from maestro_lod.cost import Cost
 from maestro_lod.distributed.agreement import Agreement
+from maestro_lod.distributed.collectives import explaining_loss_of_others
 from maestro_lod.distributed.fsdp import adopt_shards
-from maestro_lod.distributed.processes import explaining_loss_of_others
 from maestro_lod.errors import (
     OptionError,
     require_bool,
@@ -24,7 +22,9 @@ from maestro_lod.errors import (
     require_whole,
 )
 from maestro_lod.layers.composed import composed_once
-from maestro_lod.layers.ranks import require_all_active, unwrapped
+from maestro_lod.layers.ranks import ranks, require_all_active, unwrapped
+from maestro_lod.model.cost import Cost
+from maestro_lod.model.inputs import Example
 from maestro_lod.train.budget import Landing
 from maestro_lod.train.checks import (
     require_ranks_left,
@@ -36,6 +36,7 @@ from maestro_lod.train.elastic import Elastic, sampler_for
 from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.method import RunPlan
+from maestro_lod.train.objective import Budget, Strength, require_strength
 from maestro_lod.train.passes import Passes
 from maestro_lod.train.rank_penalty import RankPenalty
 from maestro_lod.train.record import MethodRecord
@@ -48,10 +49,9 @@ from maestro_lod.train.shrink import (
     unwrapped_optimizer,
 )
 from maestro_lod.train.steps import SampledSteps
-from maestro_lod.train.strength import Budget, Strength, require_strength
 from maestro_lod.train.unfactored import Unfactored
-from maestro_lod.train.unmoved import Grace, at_least, warn_of_large_steps
 from maestro_lod.train.unshrunk import unshrunk
+from maestro_lod.train.zero_ranks import Grace, at_least, warn_of_large_steps
 
 logger = logging.getLogger(__name__)
 
@@ -284,6 +284,15 @@ class LoD(Resumable):
         For a loop of your own: long before its end, since what is left still has to be trained.
         """
         self._penalty.land()
+
+    def facts(self) -> dict[str, object]:
+        """Say what must be the same in all processes that train the model."""
+        return {
+            "the ranks of the model": ranks(self.model),
+            "the options of LoD": f"penalty={self.penalty!r} threshold={self.threshold!r} "
+            f"min_rank={self.min_rank} proximal={self.proximal} {self.passes}",
+            "the ranks to draw (seed and steps so far)": self.sampler.fingerprint(),
+        }
 
     def record(self) -> MethodRecord:
         """Say what the model is and would cost now, deployed."""

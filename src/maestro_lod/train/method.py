@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from maestro_lod.calls import Example
-from maestro_lod.cost import Cost
 from maestro_lod.errors import OptionError
+from maestro_lod.model.cost import Cost
+from maestro_lod.model.inputs import Example
 from maestro_lod.train.record import MethodRecord
 
 Schedule = Callable[[int], float]

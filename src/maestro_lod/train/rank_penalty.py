@@ -13,14 +13,14 @@ from maestro_lod.errors import OptionError, TrainingError, listed
 from maestro_lod.layers.ranks import require_low_rank
 from maestro_lod.train.budget import Landing
 from maestro_lod.train.floor import stalled_above
+from maestro_lod.train.gradient_scaling import scale_gradients
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.method import RunPlan
+from maestro_lod.train.objective import Budget, Pressure, Strength
 from maestro_lod.train.optimizer_steps import call_after_steps, call_before_steps
 from maestro_lod.train.penalty import add_group_lasso_gradients, weighted_group_lasso
 from maestro_lod.train.pressure import penalty_for
 from maestro_lod.train.proximal import press
-from maestro_lod.train.scaling import scale_gradients
-from maestro_lod.train.strength import Budget, Pressure, Strength
 
 
 class RankPenalty:

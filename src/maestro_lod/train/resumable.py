@@ -23,7 +23,7 @@ from maestro_lod.train.sampling import RankSampler
 from maestro_lod.train.shrink import require_optimizer
 from maestro_lod.train.steps import SampledSteps
 from maestro_lod.train.unfactored import Unfactored
-from maestro_lod.train.unmoved import Grace
+from maestro_lod.train.zero_ranks import Grace
 
 
 class Resumable:

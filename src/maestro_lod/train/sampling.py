@@ -19,7 +19,7 @@ from maestro_lod.errors import (
     require_whole,
 )
 from maestro_lod.layers.ranks import require_low_rank
-from maestro_lod.train.order import order_ranks
+from maestro_lod.sizes.rank_order import order_ranks
 
 if TYPE_CHECKING:
     from maestro_lod.train.ledger import Ledger

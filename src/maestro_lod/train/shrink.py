@@ -26,7 +26,7 @@ from maestro_lod.errors import (
 )
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers, require_low_rank
-from maestro_lod.train.averages import require_no_other_average
+from maestro_lod.sizes.averages import require_no_other_average
 from maestro_lod.train.penalty import importance
 
 logger = logging.getLogger(__name__)

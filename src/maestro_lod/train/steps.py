@@ -18,7 +18,7 @@ from maestro_lod.distributed.shards import is_sharded
 from maestro_lod.errors import LayerError, TrainingError, listed, require_bool, require_whole
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import activated, require_low_rank
-from maestro_lod.train.first_call import FirstCall
+from maestro_lod.train.example_recorder import FirstCall
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.optimizer_steps import call_after_steps
 from maestro_lod.train.sampling import RankSampler

@@ -1,0 +1,1 @@
+"""Systems to compare with: loaded by name, imported by nothing."""

@@ -1,0 +1,153 @@
+"""What a finished training has come to: each of its models, measured in the same way for all."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from maestro_lod.baselines.compare.plan import Training
+from maestro_lod.cli.data import Data
+from maestro_lod.cli.run import Run
+from maestro_lod.cli.setup import loss_of
+from maestro_lod.cli.trained import Trained, search
+from maestro_lod.errors import CheckpointError, OptionError
+from maestro_lod.files.atomic import alone_in, remove_leftovers
+from maestro_lod.files.json_files import Shape, read_json_file, require_shape
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.model.cost import cost_of
+from maestro_lod.model.frontier import Frontier
+from maestro_lod.model.surgery import extract
+from maestro_lod.train.evaluate import evaluate, recalibrate, to_evaluate
+
+FILE = "compared.json"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model as it would be deployed."""
+
+    params: int
+    macs: int
+    bytes: int
+    """Of all that has to be stored, also where the non-zeros of a sparse model are."""
+    share: float
+    """The size that methods are given: of the bits of the dense model, such places left out."""
+    test: dict[str, float]
+    validation: dict[str, float]
+    ranks: dict[str, int] | None = None
+    """Those that the training was cut to."""
+
+
+_MEASURED: Shape = {
+    "params": int, "macs": int, "bytes": int, "share": float, "test": {str: float},
+    "validation": {str: float}, "ranks": ({str: int}, None),
+}  # fmt: skip
+
+Outcome: TypeAlias = Measured | str
+"""A model, or why there is none."""
+
+
+def measured(training: Training) -> dict[float | None, Outcome] | None:
+    """Return what came of a finished training, by size; None if that has not been measured."""
+    kept = _kept(training.run)
+    wanted = training.cuts or (training.size,)
+    if any(size not in kept for size in wanted):
+        return None
+    return {size: kept[size] for size in wanted}
+
+
+def measure(training: Training) -> None:
+    """Measure the models of a finished training, and keep that beside it."""
+    run = training.run
+    with alone_in(run.directory):
+        remove_leftovers(run.directory)
+        found = _kept(run)  # of others who share the run
+        if training.cuts:
+            found |= _cut(training)
+        else:
+            model, data = run.trained()
+            found[training.size] = _measured(run, plain_model(model), data)
+        models = [
+            {"size": size, **({"reason": it} if isinstance(it, str) else asdict(it))}
+            for size, it in found.items()
+        ]
+        run.write_json(FILE, {"weights": run.result().get("weights"), "models": models})
+
+
+def plain_model(model: nn.Module, ranks: dict[str, int] | None = None) -> nn.Module:
+    """Return a trained model as it is deployed, at its own ranks or at others."""
+    return extract(model, ranks) if low_rank_layers(model) else model
+
+
+def _kept(run: Run) -> dict[float | None, Outcome]:
+    path = run.directory / FILE
+    if not run.finished or not path.exists():
+        return {}
+    try:
+        kept = read_json_file(path, {"weights": str | None, "models": [{"size": float | None}]})
+        found = {entry["size"]: _outcome(entry) for entry in kept["models"]}
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}). Remove it.") from None
+    return found if kept["weights"] == run.result().get("weights") else {}
+
+
+def _outcome(entry: dict[str, Any]) -> Outcome:
+    if "reason" in entry:
+        require_shape(entry["reason"], str, "reason")
+        return str(entry["reason"])
+    require_shape(entry, _MEASURED)
+    return Measured(**{field.name: entry[field.name] for field in fields(Measured)})
+
+
+def _cut(training: Training) -> dict[float | None, Outcome]:
+    """Cut a trained model to each size by the search of `lod frontier`, which may go on."""
+    run, trained = training.run, Trained.of(training.run)
+    journal = run.directory / "frontier-params.jsonl"
+    sizes = search(trained, cost="params", until=min(training.cuts), resume=journal)
+    found: dict[float | None, Outcome] = {}
+    for size in training.cuts:
+        found[size] = _at_size(trained, sizes, size)
+    journal.unlink(missing_ok=True)
+    return found
+
+
+def _at_size(trained: Trained, sizes: Frontier, size: float) -> Outcome:
+    try:
+        ranks = sizes.pick(max_params=size)
+    except OptionError as error:
+        return str(error)
+    return _measured(trained.run, plain_model(trained.model, ranks), trained.data, ranks)
+
+
+def _measured(
+    run: Run, plain: nn.Module, data: Data, ranks: dict[str, int] | None = None
+) -> Measured:
+    """Measure a plain model; its BatchNorm is recalibrated, as that of every other."""
+    torch.manual_seed(run.recipe.seed)
+    recalibrate(plain, data.train, max(1, run.recipe.recalibration))
+    loss = to_evaluate(loss_of(run.recipe))
+    test = {} if data.test is None else evaluate(plain, data.test, loss)
+    if data.score is not None:
+        test |= data.score(plain)
+    validation = {} if data.validation is None else evaluate(plain, data.validation, loss)
+    cost, said = cost_of(plain, data.example), {} if ranks is not None else _said(run)
+    share = cost.params / run.result()["summary"]["dense_params"]
+    stored = said.get("bits", 8 * cost.bytes) + said.get("index_bits", 0)
+    return Measured(
+        params=int(said.get("params", cost.params)),
+        macs=int(said.get("macs", cost.macs or 0)),
+        bytes=-(-int(stored) // 8),
+        share=said.get("relative_bits", said.get("relative_params", share)),
+        test=test,
+        validation=validation,
+        ranks=ranks,
+    )
+
+
+def _said(run: Run) -> dict[str, Any]:
+    """Return what the method itself says of its model's size: it may be sparse or binary."""
+    said: dict[str, Any] = run.result().get("size") or {}
+    return said

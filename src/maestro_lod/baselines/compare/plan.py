@@ -1,0 +1,179 @@
+"""Which trainings a comparison consists of: the same data and epochs, or cost, for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from maestro_lod.baselines.compare.contenders import Contender
+from maestro_lod.cli.data import Data
+from maestro_lod.cli.recipe import Milestones, Recipe, load_recipe
+from maestro_lod.cli.run import Run
+from maestro_lod.errors import OptionError, require_at_least_one
+
+_APART = 1000
+"""Added to the recipe's seed for the trials: learning rates are chosen on a seed of their own."""
+_VALIDATION = 0.1
+"""Share of the training set that trials keep apart, where the recipe keeps none."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run of a comparison."""
+
+    run: Run
+    contender: Contender
+    size: float | None
+    """What it is trained for; None for all sizes, or none in particular."""
+    cuts: tuple[float, ...] = ()
+    """The sizes that it is cut to afterwards."""
+
+    @property
+    def name(self) -> str:
+        return self.run.directory.name
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a contender trains for the table: what its trials were for."""
+
+    rate: float
+    epochs: int
+
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """What is compared, and how."""
+
+    recipe: str
+    changes: tuple[str, ...]
+    sizes: tuple[float, ...]
+    seeds: int
+    budget: float | None
+    """What a training may cost in MACs, in units of one training of the dense model; None: each
+    has the recipe's epochs."""
+    lr_trials: int
+    lr_epochs: int | None
+    """Epochs of a trial, if not those of the recipe."""
+    out: Path
+
+    def __post_init__(self) -> None:
+        require_at_least_one("seeds", self.seeds, "how many runs a mean is taken over")
+        require_at_least_one("lr_trials", self.lr_trials, "1 is the recipe's learning rate")
+        if self.lr_epochs is not None:
+            require_at_least_one("lr_epochs", self.lr_epochs, "what a trial lasts")
+        if not self.sizes or not all(0.0 < size < 1.0 for size in self.sizes):
+            given = ", ".join(f"{size:g}" for size in self.sizes) or "none"
+            raise OptionError(
+                f"sizes={given}: give shares of the dense model between 0 and 1, such as 0.25."
+            )
+        if self.budget is not None and not 0.0 < self.budget < float("inf"):
+            raise OptionError(
+                f"budget={self.budget:g} must be above 0: 1 is what training the dense model costs."
+            )
+
+    @cached_property
+    def base(self) -> Recipe:
+        """The recipe with the changes for all."""
+        return load_recipe(self.recipe, self.changes)
+
+    @property
+    def needs_trials(self) -> bool:
+        """Say whether anything has to be found out before: a learning rate, or what epochs cost."""
+        return self.lr_trials > 1 or self.budget is not None
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Say whether trials keep validation data apart that the recipe trains on."""
+        return self.base.data.validation == 0.0 and ":" not in self.base.data.name
+
+    def require_data(self, data: Data) -> None:
+        """Refuse data that learning rates cannot be chosen on."""
+        if self.lr_trials > 1 and data.validation is None and not self.keeps_apart:
+            raise OptionError(
+                f"data {self.base.data.name!r} has no validation split: learning rates cannot be "
+                "chosen. Give --lr-trials 1, or data with one."
+            )
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rates to try: the recipe's, three times as much, a third, nine times, …"""
+        steps = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(self.lr_trials)]
+        return [float(f"{self.base.optimizer.lr * 3.0**step:.4g}") for step in steps]
+
+    def trials(self, contender: Contender) -> list[Training]:
+        """Return the trainings that a learning rate is chosen by, at the first size."""
+        epochs, seed = self.lr_epochs or self.base.epochs, self.base.seed + _APART
+        first = self.sizes[:1]
+        apart = [f"data.validation={_VALIDATION}"] if self.keeps_apart else []
+        return [
+            training
+            for rate in self.rates
+            for training in self._trainings(contender, Pace(rate, epochs), seed, first, apart)
+        ]
+
+    def reported(self, contender: Contender, pace: Pace) -> list[Training]:
+        """Return the trainings that the table is made of, seed by seed."""
+        return [
+            training
+            for seed in range(self.base.seed, self.base.seed + self.seeds)
+            for training in self._trainings(contender, pace, seed, self.sizes)
+        ]
+
+    def epochs_for(self, cost: float) -> int:
+        """Return how many epochs a contender has, given what one costs beside one of dense."""
+        if self.budget is None:
+            return self.base.epochs
+        return max(1, round(self.budget * self.base.epochs / cost))
+
+    def _trainings(
+        self,
+        contender: Contender,
+        pace: Pace,
+        seed: int,
+        sizes: Sequence[float],
+        changes: Iterable[str] = (),
+    ) -> list[Training]:
+        """Return one training per size, or one for all."""
+        cuts = tuple(sizes) if contender.cut else ()
+        trained_for = [*sizes] if contender.trained_per_size else [None]
+        return [
+            Training(self._run(contender, size, pace, seed, changes), contender, size, cuts)
+            for size in trained_for
+        ]
+
+    def _run(
+        self,
+        contender: Contender,
+        size: float | None,
+        pace: Pace,
+        seed: int,
+        changes: Iterable[str],
+    ) -> Run:
+        mine = [change for change in self.changes if contender.has_use_for(change)]
+        common = [
+            f"optimizer.lr={pace.rate}",
+            f"epochs={pace.epochs}",
+            f"seed={seed}",
+            *_stretched(self.base, pace.epochs),
+            *changes,
+        ]
+        own = contender.chosen(min(self.sizes))
+        sized = contender.at_size(size)
+        recipe = load_recipe(
+            self.recipe, [*mine, f"method={contender.method}", *own, *sized, *common]
+        )
+        name = [contender.place, *own, *([] if size is None else [f"size={size:g}"])]
+        name += [f"lr={pace.rate:g}", f"epochs={pace.epochs}", f"seed={seed}", *changes]
+        return Run(self.out / "runs" / ",".join(name), recipe)
+
+
+def _stretched(recipe: Recipe, epochs: int) -> list[str]:
+    """Return a schedule of milestones that keeps its shape over another number of epochs."""
+    if not isinstance(recipe.schedule, Milestones) or epochs == recipe.epochs:
+        return []
+    factor = epochs / recipe.epochs
+    moved = [max(1, round(milestone * factor)) for milestone in recipe.schedule.epochs]
+    return [f"schedule.epochs={sorted(set(moved))}"]

@@ -1,0 +1,91 @@
+"""What `lod bench` shows: a run's model dense, as it was trained and at smaller sizes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import nn
+
+from maestro_lod.cli.trained import Progress, Trained, frontier_of
+from maestro_lod.errors import OptionError
+from maestro_lod.model.cost import Cost, cost_of
+from maestro_lod.model.frontier import Frontier
+from maestro_lod.model.inputs import as_call, device_of
+from maestro_lod.model.surgery import extract
+from maestro_lod.sizes.choice import Choice
+from maestro_lod.sizes.timing import ROUNDS, drawn_call, eager, interleaved, ratios
+from maestro_lod.text import table
+
+
+def bench(
+    trained: Trained,
+    *,
+    shares: Sequence[float] = (0.5, 0.25, 0.1),
+    batch: int = 1,
+    beside: Trained | None = None,
+    progress: Progress | None = None,
+) -> str:
+    """Return a table of dense, trained and deployed sizes: cost, latency and test metrics.
+
+    `beside` is another run of the same task, such as one that was trained dense.
+    """
+    found, example = frontier_of(trained, progress), trained.example(batch)
+    models = _models_to_bench(trained, found, shares)
+    if beside is not None:
+        _require_same_data(trained, beside)
+        models = {f"run {beside.run.directory.name}": beside.dense(), **models}
+    tests = {name: trained.tested(model) for name, model in models.items()}
+    runs = drawn_call(as_call(example), device_of(trained.model))
+    variants = {name: eager(model, runs) for name, model in models.items()}
+    times = interleaved(variants, rounds=ROUNDS)
+    costs = {name: cost_of(model, trained.data.example) for name, model in models.items()}
+    rows = [
+        (
+            name,
+            *_costs_beside(costs[name], costs["dense form"]),
+            _time_beside(times[name], times["dense form"]),
+            *(f"{value:.4f}" for value in tests[name].values()),
+        )
+        for name in models
+    ]
+    header = ("", "params", "MACs", "bytes", "latency", *(f"test {n}" for n in tests["dense form"]))
+    method = f"batch {batch}, {torch.get_num_threads()} threads, medians of {ROUNDS} rounds"
+    return f"{table(header, rows, right=range(1, len(header)))}\n{method}"
+
+
+def _require_same_data(trained: Trained, beside: Trained) -> None:
+    if trained.run.recipe.data != beside.run.recipe.data:
+        raise OptionError(
+            f"{beside.run.directory} was trained on other data than {trained.run.directory}: they "
+            "cannot be compared."
+        )
+
+
+def _models_to_bench(
+    trained: Trained, found: Frontier, shares: Sequence[float]
+) -> dict[str, nn.Module]:
+    """Return the dense model, the trained one, and those sizes that the frontier reaches."""
+    model = trained.model
+    models = {"dense form": trained.dense(), "as trained": extract(model)}
+    for share in shares:
+        with suppress(OptionError):  # the frontier does not reach so far down
+            choice = Choice(model, found, {"max_macs": share}, trained.data.example)
+            models[f"≤ {share:.0%} of MACs"] = choice.best()[1]
+    return models
+
+
+def _costs_beside(cost: Cost, dense: Cost) -> tuple[str, str, str]:
+    of_params, of_macs = cost.params / dense.params, (cost.macs or 0) / (dense.macs or 1)
+    return (
+        f"{cost.params:,} ({of_params:.2f}×)",
+        f"{cost.macs:,} ({of_macs:.2f}×)",
+        f"{cost.bytes:,}",
+    )
+
+
+def _time_beside(times: Sequence[float], dense: Sequence[float]) -> str:
+    ratio = statistics.median(ratios(times, dense))
+    return f"{1e3 * statistics.median(times):.3f} ms ({ratio:.2f}×)"

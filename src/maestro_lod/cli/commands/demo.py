@@ -1,0 +1,37 @@
+"""`lod demo`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from maestro_lod.cli.main import app
+from maestro_lod.cli.terminal import say
+
+_TRAINING = (
+    "--set epochs=16 --set optimizer=adam --set optimizer.lr=0.003 --set schedule=cosine "
+    "--set threads=1"
+)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="A new directory for all of it.")] = Path("demo"),
+) -> None:
+    """Show it all in half a minute: train to a size, cut every size, deploy one, compare."""
+    at = shlex.quote(str(out))
+    commands = (
+        f"lod train digits --set budget.params=25% {_TRAINING} --out {at}/digits",
+        f"lod train digits --set method=dense {_TRAINING} --out {at}/dense --quiet",
+        f"lod deploy {at}/digits --max-params 15% --heal 2 --to pt2 --to safetensors "
+        f"--out {at}/phone",
+        f"lod bench {at}/digits --beside {at}/dense",
+    )
+    for command in commands:  # in one process: to import torch takes longer than to train
+        say(f"\n$ {command}")
+        code = app(args=shlex.split(command)[1:], prog_name="lod", standalone_mode=False)
+        if code:
+            raise typer.Exit(code)
+    say(f"\nevery size on a slider: {out / 'digits' / 'report.html'}")

@@ -1,0 +1,152 @@
+"""How a run looks in the terminal: live bars, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from maestro_lod.cli.recipe import Recipe
+from maestro_lod.cli.run import Run
+from maestro_lod.cli.setup import Setup
+from maestro_lod.train import progress as training
+from maestro_lod.train.objective import Budget
+from maestro_lod.train.record import EpochRecord
+
+_EVERY = 10.0  # seconds, at least, between lines in a pipe
+
+
+class Display:
+    """A watcher that shows loss, accuracy, total rank and cost relative to dense, live."""
+
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        self.console = console
+        self.quiet = quiet
+        self.begun = False
+        self._bars: Progress | None = None
+        self._epochs = self._batches = 0
+        self._refreshed = time.monotonic()
+
+    def prepare(self, run: Run) -> None:
+        name = run.recipe.recipe or run.recipe.model.name
+        doing = "resuming" if run.checkpoint.exists() else f"training {name} into"
+        self._line(f"{doing} {run.directory}: {_task(run.recipe)}")
+
+    def begin(self, run: Run, setup: Setup, progress: training.Progress) -> None:
+        self.begun = True
+        self._epochs, self._batches = run.recipe.epochs, len(setup.data.train)
+        self._line(setup.data.note)
+        if progress.epoch == self._epochs:
+            self._line("going on after its last epoch")
+        elif progress.step:
+            self._line(f"going on at epoch {progress.epoch + 1}, batch {progress.batch + 1}")
+        if self.console.is_terminal and not self.quiet:
+            self._show_bars(progress)
+
+    def _show_bars(self, progress: training.Progress) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
+            console=self.console,
+            expand=True,
+            transient=True,  # what remains are the lines of the epochs
+        )
+        self._run = self._bars.add_task(
+            "training",
+            total=self._epochs * self._batches,
+            completed=progress.epoch * self._batches + progress.batch,
+            state=_cost(progress.history[-1]) if progress.history else "",
+        )
+        self._epoch = self._bars.add_task(
+            "epoch", total=self._batches, completed=progress.batch, state=""
+        )
+        self._bars.start()
+
+    def step(self, progress: training.Progress) -> None:
+        now = time.monotonic()
+        if self._bars is None:
+            if not self.quiet and now - self._refreshed >= _EVERY:  # an epoch that takes long
+                self._refreshed = now
+                place = f"epoch {progress.epoch + 1}/{self._epochs}, batch {progress.batch}/"
+                means = _described("train", progress.score.means())
+                self._line(f"{place}{self._batches}  {means}")
+            return
+        if now - self._refreshed < 0.1:
+            return
+        self._refreshed = now
+        self._bars.update(self._run, completed=progress.epoch * self._batches + progress.batch)
+        self._bars.update(
+            self._epoch,
+            completed=progress.batch,
+            description=f"epoch {progress.epoch + 1}/{self._epochs}",
+            state=_described("train", progress.score.means()),
+        )
+
+    def epoch(self, record: EpochRecord) -> None:
+        self._refreshed = time.monotonic()
+        if self._bars is not None:
+            done = record.epoch * self._batches
+            self._bars.update(self._run, completed=done, state=_cost(record))
+            self._bars.update(self._epoch, completed=self._batches)
+        width = len(str(self._epochs))
+        self._line(
+            f"epoch {record.epoch:{width}d}/{self._epochs}  {_measures(record)}  "
+            f"{_cost(record)}  {record.seconds or 0.0:.1f} s"
+        )
+
+    def end(self, result: dict[str, Any]) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bars down, whatever happened."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _line(self, text: str) -> None:
+        if not self.quiet:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _task(recipe: Recipe) -> str:
+    """Say what is trained on what, how and for how long."""
+    settings = recipe.settings
+    chosen = {key: getattr(settings, key) for key in settings.alternatives}
+    goals = (
+        f", {value if isinstance(value, Budget) else f'{key}={value}'}"
+        for key, value in chosen.items()
+        if value
+    )
+    what = f"{recipe.model.name} on {recipe.data.name}, method={recipe.method}{''.join(goals)}"
+    return f"{what}, epochs={recipe.epochs}"
+
+
+def _measures(record: EpochRecord) -> str:
+    """Say loss and accuracy, on held-out data where there is some."""
+    if record.validation:
+        return _described("validation", record.validation)
+    return _described("train", record.train)
+
+
+def _described(split: str, means: Mapping[str, float]) -> str:
+    shown = {"loss": f"{split} loss {{:.4f}}", "accuracy": "accuracy {:.2%}"}
+    shown["perplexity"] = "perplexity {:.2f}"
+    return "  ".join(text.format(means[name]) for name, text in shown.items() if name in means)
+
+
+def _cost(record: EpochRecord) -> str:
+    """Say how large the model is beside the dense one, if it may be another one at all."""
+    if not record.ranks and {record.relative_params, record.relative_macs} <= {None, 1.0}:
+        return "dense"
+    parts = [] if record.total_rank is None else [f"rank {record.total_rank}"]
+    for what, share in (("params", record.relative_params), ("MACs", record.relative_macs)):
+        if share is not None:
+            parts.append(f"{what} {share:.2f}×")
+    return "  ".join(parts)

@@ -1,0 +1,198 @@
+"""What is read first and last: cards, the comparison of runs, settings and environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from maestro_lod.cli.report.parts import (
+    SIZES,
+    PageSection,
+    bar,
+    breakable,
+    capital,
+    named,
+    note,
+    run_label,
+    show,
+    table,
+)
+from maestro_lod.cli.report.runs import METRICS, ReportedRun, SplitScore, number
+from maestro_lod.cli.report.text import duration, of_dense, plain, quantity, times
+from maestro_lod.markup import Markup, joined, tag
+from maestro_lod.plot import colour
+
+
+def notices(run: ReportedRun, *, alone: bool) -> Iterator[Markup]:
+    """Say what should be known before the numbers: an unfinished run, a model that did not shrink.
+
+    Whatever the training had to say last is told, unless a later epoch has proven it wrong.
+    """
+    if unfinished := _status(run, alone=alone):
+        yield unfinished
+    said = [(place, epoch.note) for place, epoch in enumerate(run.epochs) if epoch.note]
+    if said and (said[-1][0] == len(run.epochs) - 1 or not run.finished):
+        subject = "" if alone else f"{run.name}: "
+        yield tag("p", tag("b", "Note."), " ", capital(f"{subject}{said[-1][1]}"), class_="notice")
+
+
+def _status(run: ReportedRun, *, alone: bool) -> Markup | None:
+    """Say that a run is unfinished, and what its numbers are then."""
+    if run.finished:
+        return None
+    planned = number(run.config, "epochs")
+    of = "" if planned is None else f" of {planned:g}"
+    if run.epochs:
+        text = f"{len(run.epochs)}{of} epochs are done; the numbers are those of the last one."
+    else:
+        text = "No epoch is done yet, so there are no numbers."
+    subject = "Unfinished." if alone else f"{run.name} is unfinished."
+    return tag("p", tag("b", subject), " ", text, class_="notice")
+
+
+def headline(runs: Sequence[ReportedRun]) -> Markup | None:
+    """Return the cards: one per number of one run, or one per run."""
+    if len(runs) == 1:
+        cards = list(_number_cards(runs[0]))
+        return tag("div", *cards, class_="cards") if cards else None
+    return tag("div", *(_run_card(run, i) for i, run in enumerate(runs)), class_="cards runs")
+
+
+def _number_cards(run: ReportedRun) -> Iterator[Markup]:
+    if score := run.score():
+        others = [run.score_on(score.split, m) for m in METRICS if m != score.metric]
+        beside = ", ".join(f"{named(s.metric)} {show(s.metric)(s.value)}" for s in others if s)
+        name = capital(f"{score.split} {named(score.metric)}")
+        yield _card(name, show(score.metric)(score.value), beside)
+    for kind, name in SIZES.items():
+        size = run.size(kind)
+        if size.value is not None:
+            beside = (
+                "" if size.relative is None else f"{times(size.relative)} of {quantity(size.dense)}"
+            )
+            yield _card(capital(name), quantity(size.value), beside, size.relative)
+    if run.low_rank:
+        total, full = sum(run.final_ranks.values()), sum(run.full_ranks.values())
+        yield _card("Total rank", plain(total), f"of {plain(full)}", total / full if full else None)
+    relative = number(run.ledger, "relative_macs")
+    if relative is not None:
+        memory = times(number(run.ledger, "relative_params"))
+        yield _card("Training MACs", times(relative), f"of dense; parameters {memory}", relative)
+    match run.memory:
+        case {"dense": dense, "full rank": full, "at the end": end}:
+            beside = f"of {quantity(dense, 'B')} dense; {times(full / dense)} at full rank"
+            yield _card("Memory of a step", quantity(end, "B"), beside, end / dense)
+    if run.seconds is not None:
+        count = len(run.epochs)
+        yield _card("Training time", duration(run.seconds), f"{count} epoch{'s' * (count != 1)}")
+
+
+def _card(name: str, value: str, beside: str, share: float | None = None) -> Markup:
+    return tag(
+        "div",
+        tag("p", name, class_="name"),
+        tag("p", value, class_="value"),
+        None if share is None else bar(share),
+        tag("p", beside),
+        class_="card s0",
+    )
+
+
+def _run_card(run: ReportedRun, series: int) -> Markup:
+    score = run.score()
+    facts = [
+        (name, of_dense(size.value, size.relative), size.relative)
+        for kind, name in SIZES.items()
+        if (size := run.size(kind)).value is not None
+    ]
+    training = number(run.ledger, "relative_macs")
+    if training is not None:
+        facts.append(("training MACs", times(training), training))
+    return tag(
+        "div",
+        tag("p", run_label(run, series), class_="name"),
+        tag("p", show(score.metric)(score.value) if score else "–", class_="value"),
+        tag("p", f"{score.split} {named(score.metric)}" if score else "no epoch is done"),
+        tag(
+            "dl",
+            *(
+                tag("div", tag("dt", name), tag("dd", text), None if share is None else bar(share))
+                for name, text, share in facts
+            ),
+        ),
+        class_=f"card {colour(series)}",
+    )
+
+
+def comparison(runs: Sequence[ReportedRun]) -> PageSection:
+    """Return the runs as rows of one table."""
+    metrics = [metric for metric in METRICS if any(run.score(metric) for run in runs)]
+    header = ["run", *map(named, metrics), *SIZES.values(), "total rank", "epochs", "time"]
+    rows = []
+    for series, run in enumerate(runs):
+        sizes = [run.size(kind) for kind in SIZES]
+        rows.append(
+            [
+                run_label(run, series),
+                *(_score_cell(run.score(metric)) for metric in metrics),
+                *(of_dense(size.value, size.relative) for size in sizes),
+                plain(sum(run.final_ranks.values())) if run.low_rank else "–",
+                str(len(run.epochs)),
+                duration(run.seconds),
+            ]
+        )
+    remark = "Scores are on test data unless marked; × is relative to the dense model."
+    return PageSection(
+        "comparison", "Comparison", joined(table("Runs", header, rows), note(remark))
+    )
+
+
+def _score_cell(score: SplitScore | None) -> str:
+    if score is None:
+        return "–"
+    value = show(score.metric)(score.value)
+    return value if score.split == "test" else joined(value, " ", tag("small", score.split))
+
+
+def settings(runs: Sequence[ReportedRun]) -> PageSection | None:
+    """Return all settings."""
+    return _facts("Settings", "As used by the run", runs, [run.config for run in runs])
+
+
+def environment(runs: Sequence[ReportedRun]) -> PageSection | None:
+    """Return where the runs ran."""
+    return _facts(
+        "Environment", "Where the run took place", runs, [run.environment for run in runs]
+    )
+
+
+def _facts(
+    title: str, caption: str, runs: Sequence[ReportedRun], facts: Sequence[Mapping[str, Any]]
+) -> PageSection | None:
+    """Return facts about the runs as tables; what differs between runs comes first."""
+    flat = [dict(_flat(each)) for each in facts]
+    values = {key: [each.get(key, "–") for each in flat] for each in flat for key in each}
+    if not values:
+        return None
+    rows = {key: [breakable(key), *texts] for key, texts in values.items()}
+    differ = [key for key, texts in values.items() if len(set(texts)) > 1]
+    tables = []
+    if differ:
+        header = ["", *(run_label(run, series) for series, run in enumerate(runs))]
+        tables.append(table("Different", header, [rows[key] for key in differ], texts=True))
+    if same := [rows[key][:2] for key in rows if key not in differ]:
+        caption = caption if len(runs) == 1 else "The same in all runs"
+        tables.append(table(caption, ["", "value"], same, texts=True))
+    return PageSection(title.lower(), title, joined(*tables))
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield nested facts as dotted names and texts."""
+    for key, value in facts.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, str):
+            yield f"{prefix}{key}", value
+        else:
+            yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,180 @@
+"""The files of a run, in a directory of its own.
+
+config.yaml             every setting
+environment.json        versions and machine
+metrics.jsonl           one line per finished epoch, ranks included
+checkpoint.safetensors  where to go on: weights, optimizer, sampler, random states
+model.safetensors       the trained model, every size      (once finished)
+result.json             test metrics, costs                (once finished)
+report.html             all of it as a page                (once finished)
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maestro_lod.errors import CheckpointError, OptionError, TrainingError
+from maestro_lod.files.atomic import alone_in, open_to_append, remove_leftovers, replacing
+from maestro_lod.files.json_files import Shape, parse_json, read_json_file, read_limited
+from maestro_lod.train.record import EpochRecord
+
+_RESULT: Shape = {
+    "settings?": dict | None, "weights?": str | None, "full_ranks?": {str: int},
+    "summary": {"dense_params": int}, "ledger": ({"relative_macs": float | None}, None),
+    "size?": ({str: float}, None), "seconds": float, "epochs": int,
+}  # fmt: skip
+"""What is read of a result, by this version and by older ones."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Reads and writes the files of one run."""
+
+    directory: Path
+
+    def require_new(self) -> None:
+        """Refuse a directory that cannot be written to, or in which there is something."""
+        there = _existing(self.directory)
+        if not there.is_dir():
+            raise OptionError(f"--out {self.directory}: {there} is a file. Give a directory.")
+        if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+            raise OptionError(
+                f"--out {self.directory}: {there} cannot be written to. Give another."
+            )
+        # hidden files do not count: a start that was killed at once may have left one
+        if self.directory.is_dir() and any(
+            not path.name.startswith(".") for path in self.directory.iterdir()
+        ):
+            raise OptionError(
+                f"{self.directory} is not empty. Give another --out, or go on with the run in it: "
+                f"lod resume {self.directory}"
+            )
+
+    def make(self, needed: int) -> None:
+        """Make the directory; refuse to start where this many bytes would not fit."""
+        free = shutil.disk_usage(_existing(self.directory)).free
+        if free < needed:
+            raise CheckpointError(
+                f"{self.directory} has {free / 1e6:.0f} MB free; checkpoints of this run need "
+                f"about {needed / 1e6:.0f} MB. Make room or give another --out."
+            )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except OSError as error:
+            raise OptionError(
+                f"--out {self.directory} cannot be written to ({error.strerror}). Give another."
+            ) from None
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.directory / "checkpoint.safetensors"
+
+    @property
+    def model_file(self) -> Path:
+        return self.directory / "model.safetensors"
+
+    @property
+    def finished(self) -> bool:
+        return (self.directory / "result.json").exists()
+
+    def tidy(self) -> None:
+        """Remove what a process killed after the end of the run has left; the lock goes with it."""
+        with alone_in(self.directory):
+            remove_leftovers(self.directory)
+
+    def result(self) -> dict[str, Any]:
+        """Return what a finished run reached."""
+        if not self.finished:
+            raise OptionError(
+                f"the run in {self.directory} has not finished. Go on with: lod resume "
+                f"{self.directory}"
+            )
+        result: dict[str, Any] = read_json_file(self.directory / "result.json", _RESULT)
+        return result
+
+    def epochs(self) -> list[EpochRecord]:
+        """Return the records of the epochs that are finished."""
+        path = self.directory / "metrics.jsonl"
+        try:
+            lines = read_limited(path).splitlines()
+            return [EpochRecord.from_dict(parse_json(line, {"epoch": int})) for line in lines]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}).") from None
+
+    def write_json(self, name: str, value: Any) -> None:
+        try:
+            text = json.dumps(value, indent=1, allow_nan=False)
+        except ValueError:
+            broken = ", ".join(_not_finite(value))
+            raise TrainingError(
+                f"{self.directory / name} was not written: {broken} is NaN or infinite, so the "
+                "training has diverged. Lower the learning rate or set clip_norm."
+            ) from None
+        self.write(name, text + "\n")
+
+    def write(self, name: str, text: str) -> None:
+        with self.explained(), replacing(self.directory / name) as place:
+            place.write_text(text, encoding="utf-8")
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say how to go on where a file of the run cannot be written."""
+        try:
+            yield
+        except CheckpointError as error:
+            if error.__cause__ is None:  # not for want of room: something that no file can hold
+                raise
+            raise CheckpointError(f"{error} {self._way_out}") from error
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {error.filename or self.directory} ({error.strerror}). "
+                f"{self._way_out}"
+            ) from error
+
+    @property
+    def _way_out(self) -> str:
+        if not (self.directory / "config.yaml").exists():
+            return "Make room, or give another --out."
+        return f"What was saved is whole: make room, then go on with: lod resume {self.directory}"
+
+    def write_metrics(self, records: Iterable[EpochRecord]) -> None:
+        """Let the metrics be these epochs."""
+        self.write("metrics.jsonl", "".join(map(_line, records)))
+
+    def append(self, record: EpochRecord) -> None:
+        """Append an epoch to the metrics."""
+        with self.explained(), open_to_append(self.directory / "metrics.jsonl") as file:
+            file.write(_line(record))
+
+
+def _existing(directory: Path) -> Path:
+    """Return a directory, or the closest parent that exists."""
+    whole = directory.absolute()
+    return next(path for path in (whole, *whole.parents) if os.path.lexists(path))
+
+
+def _not_finite(value: Any, where: str = "") -> list[str]:
+    """Return where in nested data there are numbers that JSON does not have."""
+    if isinstance(value, dict):
+        parts = [_not_finite(part, f"{where}.{key}".lstrip(".")) for key, part in value.items()]
+    elif isinstance(value, list | tuple):
+        parts = [_not_finite(part, where) for part in value]
+    else:
+        return [where] if isinstance(value, float) and not math.isfinite(value) else []
+    return list(dict.fromkeys(itertools.chain.from_iterable(parts)))
+
+
+def _line(record: EpochRecord) -> str:
+    return json.dumps(record.to_dict()) + "\n"

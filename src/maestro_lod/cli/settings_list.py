@@ -1,0 +1,103 @@
+"""Every setting in words, for help and documentation."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from maestro_lod.cli.methods import METHODS
+from maestro_lod.cli.recipe import Recipe
+from maestro_lod.cli.sections import Section, section_of
+from maestro_lod.cli.yaml_settings import shown
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting, in words."""
+
+    key: str
+    values: str
+    default: str
+    meaning: str
+
+
+def all_settings() -> list[Setting]:
+    """Return every setting that a recipe can have, in order, for help and documentation."""
+    merged: dict[str, Setting] = {}
+    for new in _recipe_settings():
+        if old := merged.get(new.key):  # the same of an alternative, such as another optimizer
+            defaults = dict.fromkeys((*old.default.split(" or "), new.default))
+            new = Setting(
+                old.key,
+                ", ".join(dict.fromkeys((old.values, new.values))),
+                " or ".join(default for default in defaults if default not in ("", "required")),
+                old.meaning,
+            )
+        merged[new.key] = new
+    return list(merged.values())
+
+
+def _recipe_settings() -> Iterator[Setting]:
+    for setting in _settings_of(Recipe):
+        if setting.key == "method":
+            yield replace(setting, values=", ".join(METHODS))
+            yield from _method_settings()
+        else:
+            yield setting
+
+
+def _method_settings() -> Iterator[Setting]:
+    """Give the settings of all methods; those that `lod` does not have say whose they are."""
+    of = {name: [*_settings_of(section_of(method))] for name, method in METHODS.items()}
+    for settings in of.values():
+        for setting in settings:
+            owners = [name for name, own in of.items() if setting.key in (s.key for s in own)]
+            whose = "" if "lod" in owners else f" ({', '.join(owners)})"
+            yield replace(setting, meaning=setting.meaning + whose)
+
+
+def _settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
+    for key, field in section.model_fields.items():
+        inner = [kind for kind in _kinds(field.annotation) if _is_section(kind)]
+        for kind in inner:
+            yield from _settings_of(kind, f"{prefix}{key}.")
+        if not inner:
+            empty = field.default in (None, "", [], {})
+            default = "required" if field.is_required() else shown(field.default).strip('"')
+            values, meaning = _values(field.annotation), field.description or ""
+            yield Setting(prefix + key, values, "" if empty else default, meaning)
+
+
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a type, None left out."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(kind for kind in get_args(annotation) if kind is not type(None))
+    return (annotation,)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def _values(annotation: Any) -> str:
+    return " or ".join(dict.fromkeys(_value(kind) for kind in _kinds(annotation)))
+
+
+def _value(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin is Annotated:
+        return _value(get_args(kind)[0])
+    if origin is Literal:
+        return ", ".join(get_args(kind))
+    return _VALUES[origin or kind]
+
+
+_VALUES = {
+    bool: "true, false", int: "whole number", float: "number", str: "text", Path: "path",
+    list: "list", tuple: "list", dict: "mapping",
+}  # fmt: skip

@@ -1,0 +1,89 @@
+"""How signals and faults end a training, and what is said about going on."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from maestro_lod.cli.display import Display
+from maestro_lod.cli.recipe import Recipe
+from maestro_lod.cli.run import Interrupted
+from maestro_lod.cli.setup import own_names
+from maestro_lod.cli.terminal import complain, say
+from maestro_lod.cli.torchrun import is_first
+from maestro_lod.cli.user_code import OwnCodeError
+from maestro_lod.errors import MaestroError, TrainingError, listed
+
+
+@contextmanager
+def stoppable(
+    display: Display, recipe: Recipe, again: str, saved: Callable[[], bool]
+) -> Iterator[list[int]]:
+    """Let signals stop a training, and say how to go on after whatever has ended it."""
+    with _stop_on_signal(lambda: display.begun) as asked:
+        try:
+            with _warnings_in_a_line():
+                yield asked
+        except Interrupted:
+            display.close()
+            if is_first():
+                say(f"stopped; everything is saved. Go on with: {again}")
+            number = asked[0] if asked else signal.SIGTERM  # which another process was sent
+            raise typer.Exit(128 + number) from None
+        except KeyboardInterrupt:
+            display.close()
+            hint = f" Go on from the last checkpoint with: {again}" if saved() else ""
+            raise typer.Exit(complain(f"interrupted.{hint}", 130)) from None
+        except TrainingError as error:
+            display.close()
+            # here, where signals wait: torchrun sends one to all when a process has ended
+            raise typer.Exit(complain(error, 1)) from error
+        except MaestroError:
+            raise
+        except Exception as error:
+            if not (names := own_names(recipe)):
+                raise
+            raise OwnCodeError(
+                f"{type(error).__name__}: {error}. This recipe runs your own {listed(names)}: the "
+                f"above says where it failed. Once that is mended, go on with: {again}"
+            ) from error
+        finally:
+            display.close()
+
+
+@contextmanager
+def _stop_on_signal(begun: Callable[[], bool]) -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM so that a run can save and stop.
+
+    Before it has begun, or the second time, they stop it at once.
+    """
+    asked: list[int] = []
+
+    def ask(number: int, _: Any) -> None:
+        if asked or not begun():
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Show warnings as what they say, without the place in the code."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        complain(f"note: {message}", 0)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

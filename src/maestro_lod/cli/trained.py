@@ -1,0 +1,264 @@
+"""What `lod frontier` and `lod deploy` do with a finished run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from maestro_lod.cli.data import Data
+from maestro_lod.cli.report import write_report
+from maestro_lod.cli.run import Run
+from maestro_lod.cli.run_identity import require_same_weights, weights_digest
+from maestro_lod.cli.setup import dense_model_of, loss_of, optimizer_of
+from maestro_lod.deploy.deployment import (
+    Deployment,
+    deploy_size,
+    require_usable,
+)
+from maestro_lod.errors import OptionError, require_whole
+from maestro_lod.files.atomic import alone_in, remove_leftovers
+from maestro_lod.files.json_files import read_json_file
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.model.checkpoint import save
+from maestro_lod.model.cost import cost_of
+from maestro_lod.model.frontier import Frontier
+from maestro_lod.model.inputs import (
+    Loss,
+    call,
+    device_of,
+    in_mode,
+    on_device,
+    samples_in,
+    with_tensors,
+)
+from maestro_lod.model.limits import require_limits
+from maestro_lod.model.surgery import decompose
+from maestro_lod.sizes.frontier_search import frontier
+from maestro_lod.sizes.latency import all_dense, latency
+from maestro_lod.train.evaluate import evaluate, hits_of, recalibrate, to_evaluate
+from maestro_lod.train.finetune import finetune
+from maestro_lod.train.fit import FitOptions
+from maestro_lod.train.loss_samples import SAMPLES, first_samples, mean_loss
+
+Progress = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run, loaded: its model, low-rank in any case, and its data."""
+
+    run: Run
+    model: nn.Module
+    data: Data
+    plain: nn.Module | None = None
+    """The run's own model where that is not low-rank, weight by weight: zeros stay zeros in it."""
+
+    @classmethod
+    def of(cls, run: Run) -> Trained:
+        """Load a finished run; a dense model is decomposed by SVD, without any training."""
+        model, data = run.trained()
+        if low_rank_layers(model):
+            return cls(run, model, data)
+        return cls(run, decompose(copy.deepcopy(model)), data, plain=model)
+
+    def dense(self) -> nn.Module:
+        """Return the model with every layer multiplied out."""
+        return all_dense(self.model)
+
+    def example(self, batch: int) -> Any:
+        """Return inputs of so many samples, copies of the data's example."""
+        return with_tensors(
+            self.data.example, lambda value: value.repeat(batch, *[1] * (value.ndim - 1))
+        )
+
+    def tested(self, plain: nn.Module) -> dict[str, float]:
+        """Recalibrate BatchNorm of a plain model, in place, and return its test metrics."""
+        recalibrate(plain, self.data.train, max(1, self.run.recipe.recalibration))
+        return self.test(plain)
+
+    def test(self, model: nn.Module | None = None) -> dict[str, float]:
+        """Return the test metrics of the model, at its active ranks, or of another one."""
+        if self.data.test is None:
+            return {}
+        return evaluate(model or self.model, self.data.test, self.loss)
+
+    @property
+    def loss(self) -> Loss:
+        """What sizes are judged by, as the run itself was: its own loss, or plain cross-entropy."""
+        return to_evaluate(loss_of(self.run.recipe))
+
+
+# -- the frontier ------------------------------------------------------------------------------
+
+
+def search(trained: Trained, **options: Any) -> Frontier:
+    """Search the sizes of a run's model on its training data; `options` are those of `frontier`.
+
+    Accuracies are those of the validation data, if there are any: the test set stays out. Shares
+    are those of the recipe's dense model, of its full width.
+    """
+    batches, loss = first_samples(trained.data.train), trained.loss
+    held_out = trained.data.validation or batches
+    has_classes = _has_classes(trained.model, batches)
+    found = frontier(
+        trained.model,
+        lambda model: mean_loss(model, batches, loss),
+        example=trained.data.example,
+        accuracy=(lambda model: _accuracy(model, held_out)) if has_classes else None,
+        **options,
+    )
+    dense = cost_of(dense_model_of(trained.run.recipe, trained.data), trained.data.example)
+    return replace(found, dense=replace(found.dense, **asdict(dense)))  # which may be wider
+
+
+def find_frontier(
+    trained: Trained,
+    *,
+    method: str = "look-ahead",
+    cost: str = "macs",
+    progress: Progress | None = None,
+) -> Frontier:
+    """Search the sizes of a run's model; write them to frontier.json, its file and its report.
+
+    A search that was stopped goes on where it was.
+    """
+    data, run = trained.data, trained.run
+    journal = run.directory / f"frontier-{method}{'' if cost == 'macs' else f'-{cost}'}.jsonl"
+    with alone_in(run.directory):
+        remove_leftovers(run.directory)
+        found = search(trained, method=method, cost=cost, progress=progress, resume=journal)
+        measured = latency(trained.model, data.example)
+        found = found.with_latency(measured.predict, measured.dense)
+        held_out = "training" if data.validation is None else "validation"
+        of_model = {
+            "weights": weights_digest(trained.model),
+            "measured_on": {"loss": "training", "accuracy": held_out},
+        }
+        run.write_json("frontier.json", {**json.loads(found.to_json()), **of_model})
+        if trained.plain is None:  # one file, every size, and how to choose among them
+            save(trained.model, run.model_file, frontier=found)
+        journal.unlink(missing_ok=True)
+        write_report([run.directory], run.directory / "report.html")
+    return found
+
+
+def frontier_of(trained: Trained, progress: Progress | None = None) -> Frontier:
+    """Return the frontier that a run has, or search it."""
+    path = trained.run.directory / "frontier.json"
+    if not path.exists():
+        return find_frontier(trained, progress=progress)
+    found = Frontier.load(path)
+    require_same_weights(read_json_file(path), trained.model, path)
+    return found
+
+
+def _accuracy(model: nn.Module, batches: Any) -> float:
+    device, correct, count = device_of(model), 0, 0
+    for inputs, target in batches:
+        hits = hits_of(call(model, on_device(inputs, device)), on_device(target, device))
+        assert hits is not None
+        correct, count = correct + int(hits.sum()), count + hits.numel()
+        if count >= SAMPLES:
+            break
+    return correct / count
+
+
+def _has_classes(model: nn.Module, batches: Sequence[tuple[Any, Any]]) -> bool:
+    """Say whether the model scores classes that are the targets, so that it has an accuracy."""
+    device, (inputs, target) = device_of(model), batches[0]
+    with torch.no_grad(), in_mode(model, training=False):
+        output = call(model, on_device(inputs, device))
+    return hits_of(output, on_device(target, device)) is not None
+
+
+# -- deployment --------------------------------------------------------------------------------
+
+
+def deploy(
+    trained: Trained,
+    limits: Mapping[str, float],
+    formats: Sequence[str],
+    out: Path,
+    *,
+    batch: int = 1,
+    multiple: int | None = None,
+    int8: bool = False,
+    fast: bool = False,
+    heal: int = 0,
+    progress: Progress | None = None,
+) -> Deployment:
+    """Write a run's model as it was trained, or its best size within limits, to files.
+
+    As `deploy_size` does; sizes are searched only if there is a limit. It is trained for `heal`
+    epochs before; what was done of them is kept in the run's directory, so that the same call goes
+    on after it was stopped.
+    """
+    require_deployable(limits, formats, out, int8=int8)
+    require_whole("heal", heal)
+    cut = bool(limits or multiple or fast)
+    return deploy_size(
+        trained.model if cut or trained.plain is None else trained.plain,
+        frontier_of(trained, progress) if limits else None,
+        out,
+        example=trained.example(batch),
+        formats=formats,
+        test=trained.tested,
+        judge=lambda ranks: search(trained, ranks=[ranks])[-1],
+        heal=partial(_healed, trained, heal) if heal else None,
+        multiple=multiple,
+        int8=int8,
+        fast=fast,
+        **limits,
+    )
+
+
+_NOTICEABLE = 0.01
+
+
+def quality_loss(trained: Trained, done: Deployment) -> str | None:
+    """Return how far the accuracy of a deployed size fell and what helps; None if it hardly did.
+
+    It fell if that is more than a point and more than the standard error of both accuracies.
+    """
+    if trained.data.test is None or "accuracy" not in done.test:
+        return None
+    before, after = done.dense_test["accuracy"], done.test["accuracy"]
+    count = sum(samples_in(target) for _, target in trained.data.test)
+    error = math.sqrt((before * (1 - before) + after * (1 - after)) / max(1, count))
+    if before - after <= max(_NOTICEABLE, error):
+        return None
+    return (
+        f"this size is worse: test accuracy fell from {before:.1%} to {after:.1%}. Deploy a larger "
+        "size, train it with --heal 1, or train the run with elastic for every size."
+    )
+
+
+def _healed(trained: Trained, epochs: int, plain: nn.Module) -> None:
+    """Train the model that is deployed as its run was trained."""
+    recipe = trained.run.recipe
+    kept = trained.run.directory / f"healing-{epochs}-{weights_digest(plain)[:16]}.safetensors"
+    options = FitOptions(recipe.clip_norm, recipe.accumulate, recipe.amp, recipe.recalibration)
+    finetune(
+        plain, trained.data.train, optimizer=optimizer_of(recipe, plain), epochs=epochs,
+        loss=loss_of(recipe), seed=recipe.seed, options=options, checkpoint=kept,
+    )  # fmt: skip
+
+
+def require_deployable(
+    limits: Mapping[str, float], formats: Sequence[str], out: Path, *, int8: bool = False
+) -> None:
+    """Refuse what cannot be meant before anything is loaded, searched or written."""
+    if limits:
+        require_limits(limits)
+    require_usable(out, formats)
+    if int8 and "onnx" not in formats:
+        raise OptionError("--int8 is for ONNX files: add --to onnx, or leave it out.")

@@ -1,0 +1,240 @@
+"""Find λ: the paper's search for a model within constraints, or the best trade-offs."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import optuna
+from optuna.samplers import TPESampler
+
+from maestro_lod.cli.tuning.outcome import Front, Tuned
+from maestro_lod.cli.tuning.storage import Storage, open_study
+from maestro_lod.cli.tuning.trials import (
+    Reached,
+    Report,
+    Status,
+    Trial,
+    earlier,
+    trials_of,
+)
+from maestro_lod.cli.tuning.worker import Worker
+from maestro_lod.errors import OptionError, require_nonnegative, require_whole
+
+
+def tune(
+    objective: Callable[[float, Report], object],
+    *,
+    max_params: int,
+    min_accuracy: float,
+    largest: float,
+    smallest: float,
+    few: float = 0.5,
+    storage: Storage | None = None,
+    name: str = "lod",
+    about: Mapping[str, Any] | None = None,
+    watch: Callable[[Trial], None] = lambda trial: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Tuned:
+    """Halve λ from `largest` to `smallest` until a model meets both constraints (Algorithm 2).
+
+    >>> def objective(penalty, report):
+    ...     model = …  # the same initial weights in every trial
+    ...     for epoch in range(epochs):
+    ...         …
+    ...         report(Reached(epoch + 1, accuracy, params, macs, cost))
+    >>> found = tune(objective, max_params=12_000, min_accuracy=0.98, largest=1e-2, smallest=1e-5)
+
+    `report` ends a trial at the first epoch that meets both constraints, and one whose model has
+    fewer than `few` × `max_params` params. The search ends with a trial that meets both, or with
+    one that ends above `max_params`: a smaller λ would only give larger models.
+
+    `storage` is a path or a database's URL; processes that give the same one and the same `name`
+    share the search, and a search that was stopped goes on. `about` describes what is trained, so
+    that a search of something else is not continued by mistake. A `TrainingError` ends its trial;
+    anything else that `objective` raises ends this call, and its trial is queued again. `watch` is
+    told of each trial that starts or ends here. `sleep` is called while all that is left to do is
+    done by others.
+    """
+    strategy = _Halving(max_params, min_accuracy, largest, smallest, few)
+    agreed = {**strategy.settings, **(about or {})}
+    study = open_study(storage, name, ["maximize"], agreed)
+    return strategy.result(Worker(strategy, objective, study, watch, sleep).run())
+
+
+def explore(
+    objective: Callable[[float, float, Report], object],
+    *,
+    trials: int,
+    penalties: tuple[float, float],
+    rates: tuple[float, float],
+    seed: int = 0,
+    storage: Storage | None = None,
+    name: str = "lod",
+    about: Mapping[str, Any] | None = None,
+    watch: Callable[[Trial], None] = lambda trial: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Front:
+    """Search λ and the learning rate, both within limits, for high accuracy at few MACs.
+
+    `objective(penalty, lr, report)` trains one model, as for `tune`, which explains the rest too.
+    Optuna's TPE sampler chooses the settings of each trial from the outcomes of those before it. A
+    search can be extended: the same again with more `trials`.
+    """
+    strategy = _Tradeoffs(trials, penalties, rates, seed)
+    study = open_study(
+        storage, name, ["maximize", "minimize"], {**strategy.settings, **(about or {})}
+    )
+    done = Worker(strategy, objective, study, watch, sleep).run()
+    best = {row.number for row in study.best_trials}
+    front = sorted((trial for trial in done if trial.number in best), key=_macs)
+    return Front(tuple(done), tuple(front))
+
+
+class _Halving:
+    """Algorithm 2: the k-th new trial gets largest / 2^k."""
+
+    def __init__(
+        self, max_params: int, min_accuracy: float, largest: float, smallest: float, few: float
+    ) -> None:
+        if require_whole("max_params", max_params) == 0:
+            raise OptionError("max_params=0 must be at least 1.")
+        if not 0.0 < min_accuracy <= 1.0:
+            hint = f" Did you mean {min_accuracy / 100}?" if 1.0 < min_accuracy <= 100.0 else ""
+            raise OptionError(f"min_accuracy={min_accuracy} must be above 0 and at most 1.{hint}")
+        if not 0.0 <= few < 1.0:
+            raise OptionError(f"few={few} must be a share of max_params, in [0, 1).")
+        _require_range("smallest", smallest, "largest", largest)
+        self.max_params, self.min_accuracy, self.few = max_params, min_accuracy, few
+        halvings = math.floor(math.log2(largest / smallest) + 1e-9)
+        self.penalties = [math.ldexp(largest, -k) for k in range(halvings + 1)]
+        self.settings = {
+            "search": "halving",
+            "max_params": max_params,
+            "min_accuracy": min_accuracy,
+            "largest": largest,
+            "smallest": smallest,
+            "few": few,
+        }
+
+    def suggest(self, row: optuna.Trial) -> tuple[float, ...]:
+        trials = trials_of(row.study)
+        first = [trials[row.number], *earlier(trials[row.number], trials)][-1]
+        # one who asks in the same moment as another may get one that is smaller than the smallest
+        penalty = math.ldexp(self.penalties[0], -_asked(trials[: first.number]))
+        return (row.suggest_float("penalty", penalty, penalty, log=True),)
+
+    def ends(self, reached: Reached) -> Status | None:
+        if reached.accuracy >= self.min_accuracy and reached.params <= self.max_params:
+            return "satisfied"
+        return "too sparse" if reached.params < self.few * self.max_params else None
+
+    def values(self, reached: Reached) -> list[float]:
+        return [reached.accuracy]
+
+    def needless(self, trial: Trial, trials: Sequence[Trial]) -> bool:
+        return _satisfied(trials) or trial.penalty not in self._needed(trials)
+
+    def more(self, trials: Sequence[Trial]) -> bool:
+        return _asked(trials) < len(self._needed(trials))
+
+    def done(self, trials: Sequence[Trial]) -> bool:
+        tried = {trial.penalty for trial in trials if trial.ended}
+        return _satisfied(trials) or tried.issuperset(self._needed(trials))
+
+    def _needed(self, trials: Sequence[Trial]) -> list[float]:
+        """Return the λ that matter: larger than any whose model has ended too large."""
+        complete = [trial for trial in trials if trial.status == "complete"]
+        too_large = [t.penalty or 0.0 for t in complete if _params(t) > self.max_params]
+        return [penalty for penalty in self.penalties if penalty > max(too_large, default=0.0)]
+
+    def result(self, trials: Sequence[Trial]) -> Tuned:
+        satisfied = [trial for trial in trials if trial.status == "satisfied"]
+        ended = [trial for trial in trials if trial.status in ("too sparse", "complete")]
+        within = [trial for trial in ended if _params(trial) <= self.max_params]
+        status: Literal["satisfied", "params_only", "infeasible"] = "infeasible"
+        chosen = None
+        if satisfied:  # several, if found in the same moment: the one that halving meets first
+            status, chosen = "satisfied", max(satisfied, key=lambda trial: trial.penalty or 0.0)
+        elif within:
+            status, chosen = "params_only", min(within, key=lambda trial: trial.penalty or 0.0)
+        return Tuned(tuple(trials), status, chosen, self.max_params, self.min_accuracy)
+
+
+class _Tradeoffs:
+    """A number of trials, where Optuna's TPE looks for the best trade-offs."""
+
+    def __init__(
+        self, trials: int, penalties: tuple[float, float], rates: tuple[float, float], seed: int
+    ) -> None:
+        if require_whole("trials", trials) == 0:
+            raise OptionError("trials=0 must be at least 1.")
+        for what, (low, high) in (("λ", penalties), ("learning rate", rates)):
+            _require_range(f"the smallest {what}", low, f"the largest {what}", high)
+        self.trials, self.penalties, self.rates, self.seed = trials, penalties, rates, seed
+        self.settings = {
+            "search": "trade-offs",
+            "penalties": penalties,
+            "rates": rates,
+            "seed": seed,
+        }
+
+    def suggest(self, row: optuna.Trial) -> tuple[float, ...]:
+        # seeded by the trial: a search repeats exactly, and no two processes draw the same
+        row.study.sampler = TPESampler(seed=zlib.crc32(f"{self.seed} {row.number}".encode()))
+        return (
+            row.suggest_float("penalty", *self.penalties, log=True),
+            row.suggest_float("lr", *self.rates, log=True),
+        )
+
+    def ends(self, reached: Reached) -> Status | None:
+        if reached.macs is None:
+            raise OptionError("the objective reports no MACs: give Reached(…, macs=…).")
+        return None
+
+    def values(self, reached: Reached) -> list[float]:
+        return [reached.accuracy, float(reached.macs or 0)]
+
+    def needless(self, trial: Trial, trials: Sequence[Trial]) -> bool:
+        return _counted(t for t in trials if t.number < trial.number) >= self.trials
+
+    def more(self, trials: Sequence[Trial]) -> bool:
+        return _counted(trials) < self.trials
+
+    def done(self, trials: Sequence[Trial]) -> bool:
+        unfinished = any(trial.status in ("waiting", "running") for trial in trials)
+        return not self.more(trials) and not unfinished
+
+
+def _satisfied(trials: Iterable[Trial]) -> bool:
+    return any(trial.status == "satisfied" for trial in trials)
+
+
+def _asked(trials: Iterable[Trial]) -> int:
+    """Count the trials that repeat no other: so many λ have been given out."""
+    return sum(trial.again is None for trial in trials)
+
+
+def _counted(trials: Iterable[Trial]) -> int:
+    return sum(trial.status not in ("over", "stopped") for trial in trials)
+
+
+def _params(trial: Trial) -> int:
+    assert trial.reached is not None  # no trial ends without
+    return trial.reached.params
+
+
+def _macs(trial: Trial) -> int:
+    assert trial.reached is not None and trial.reached.macs is not None
+    return trial.reached.macs
+
+
+def _require_range(low_name: str, low: float, high_name: str, high: float) -> None:
+    for option, value in ((low_name, low), (high_name, high)):
+        if require_nonnegative(option, value) == 0.0:
+            raise OptionError(f"{option}={value} must be larger than 0.")
+    if low > high:
+        raise OptionError(f"{low_name}={low:g} is above {high_name}={high:g}: nothing to search.")

@@ -1,0 +1,86 @@
+"""A directory that a long command writes, and the finished parts that it keeps until then.
+
+The parts are in `OUT.unfinished`. `OUT` is put in place in one rename, then the parts are removed:
+whenever a command is killed, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from maestro_lod.errors import OptionError
+from maestro_lod.files.atomic import alone_for, filling_directory, replacing, writing
+
+_WRITTEN = "written"
+
+
+@contextmanager
+def unfinished(out: Path) -> Iterator[Unfinished]:
+    """Begin or continue the work on a new directory; one process at a time."""
+    work = Unfinished(out)
+    with alone_for(out):
+        shutil.rmtree(work.removed, ignore_errors=True)
+        work.require_new()
+        try:
+            yield work
+        finally:
+            with suppress(OSError):  # unless it holds parts
+                work.parts.rmdir()
+
+
+class Unfinished:
+    """The work on one directory."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = Path(os.path.abspath(out))  # noqa: PTH100
+        self.parts = Path(f"{self._out}.unfinished")
+        """Where finished parts are kept."""
+        self.removed = self.parts.with_name(f".removing-{self.parts.name}")
+        """Where they are while they are removed, so that no half of them stays under their name."""
+
+    def require_new(self) -> None:
+        """Refuse a directory with content, unless this very work has put it in place."""
+        used = self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir()))
+        if used and not self._is_written():
+            raise OptionError(f"--out {self._out} is there already: give a new directory.")
+
+    def write(self, fill: Callable[[Path], None]) -> None:
+        """Fill the directory, put it in place, and remove the parts."""
+        if not self._is_written():
+            self._put_in_place(fill)
+        self._remove_parts()
+
+    def _remove_parts(self) -> None:
+        with writing(self.parts):
+            if self.parts.exists():
+                os.rename(self.parts, self.removed)  # noqa: PTH104
+        shutil.rmtree(self.removed, ignore_errors=True)  # the next work clears what stays
+
+    def _put_in_place(self, fill: Callable[[Path], None]) -> None:
+        note = self.parts / _WRITTEN
+        with writing(note):
+            self.parts.mkdir(exist_ok=True)
+        try:
+            with filling_directory(self._out) as place:
+                fill(place)
+                with replacing(note) as file:
+                    file.write_text(_identity(place))
+        except BaseException:
+            if not self._is_written():
+                note.unlink(missing_ok=True)
+            raise
+
+    def _is_written(self) -> bool:
+        try:
+            return (self.parts / _WRITTEN).read_text() == _identity(self._out)
+        except OSError:
+            return False
+
+
+def _identity(directory: Path) -> str:
+    """Return what a directory keeps when it is renamed, and shares with no other."""
+    return str(directory.stat().st_ino)

@@ -1,0 +1,1 @@
+"""Files: written at once or not at all, read with care."""

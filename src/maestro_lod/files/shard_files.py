@@ -1,0 +1,140 @@
+"""The same file from shards and into them: no process ever holds more than one tensor whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.distributed.collectives import Group, told_by, told_by_all
+from maestro_lod.distributed.fsdp import adopt_shards, put_shard, reshard, shard_group
+from maestro_lod.distributed.shards import Cut, exchanged, gathered, is_sharded, local_part
+from maestro_lod.errors import CheckpointError, listed
+from maestro_lod.layers.ranks import low_rank_layers
+
+
+def write_by_the_first(
+    tensors: Mapping[str, Tensor],
+    order: Sequence[str],
+    write: Callable[[], None],
+    path: Path,
+    group: Group,
+) -> None:
+    """Let the first process of a group write tensors; the others give their parts in turn.
+
+    `write` asks for each tensor once, in this order.
+    """
+    first = group.rank() == 0
+    order, trouble = told_by(0, (order, _trouble(path, tensors) if first else ""), group)
+    if trouble:
+        raise CheckpointError(trouble)
+    if first:
+        write()
+    else:
+        for key in order:
+            if tensors[key].numel():
+                gathered(tensors[key])
+    told_by(0, None, group)  # nobody goes on before the file is there
+
+
+def _trouble(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Return why a file cannot be written, '' if nothing speaks against it.
+
+    Once tensors are on their way, an error of one process is a wait for the others.
+    """
+    folder, needed = path.absolute().parent, sum(value.nbytes for value in tensors.values())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return f"{path} cannot be written: {folder} is no directory that can be written to."
+    if (free := shutil.disk_usage(folder).free) < needed:
+        return f"{path} needs {needed / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free there."
+    return ""
+
+
+@torch.no_grad()
+def fill_shards(
+    model: nn.Module,
+    ranks: Mapping[str, int],
+    shapes: Mapping[str, Sequence[int]],
+    read: Callable[[str, range | None], Tensor],
+    path: Path,
+) -> None:
+    """Fill a sharded model, in place, with tensors of a file; each process reads a part of each.
+
+    `shapes` are those of all tensors at these ranks. `read` returns a tensor, or a range of it
+    along the dimension by which the file stores it: the ranks of factors, else the first one.
+    """
+    adopt_shards(model)
+    reshard(model)
+    layers = low_rank_layers(model)
+    _require_same_shapes(model, layers, ranks, shapes, path)
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, layer in layers.items():
+        held |= dict(zip(_factors(name), layer.stored_factors(), strict=True))
+    cuts = {key: Cut.of(t) if is_sharded(t) else None for key, t in held.items() if key in shapes}  # type: ignore[arg-type]
+    rows = {key: _row_dim(key, layers) for key in cuts}
+    ours = {
+        key: None if cut is None else cut.held(shapes[key][rows[key]]) for key, cut in cuts.items()
+    }
+    parts = _read_by_all(lambda: {key: read(key, ours[key]) for key in cuts}, path, model)
+    for key, cut in cuts.items():
+        like, part = held[key], parts.pop(key)
+        part = part.to(local_part(like).device, like.dtype)
+        if cut is not None and cut.dim != rows[key]:
+            part = exchanged(part, rows[key], shapes[key][rows[key]], cut)
+        name, _, last = key.rpartition(".")
+        if key in _factors(name) and name in layers and layers[name].sharded:
+            put_shard(layers[name], last, part.contiguous(), ranks[name])
+        else:
+            local_part(like.detach()).copy_(part)
+
+
+def _factors(layer: str) -> tuple[str, str]:
+    """Return what the factors of a layer are called."""
+    return f"{layer}.u".lstrip("."), f"{layer}.v".lstrip(".")
+
+
+def _row_dim(key: str, layers: Mapping[str, object]) -> int:
+    """Return along which dimension the file stores a tensor: both factors by their ranks."""
+    name = key.rpartition(".")[0]
+    return int(name in layers and key == _factors(name)[0])
+
+
+def _require_same_shapes(
+    model: nn.Module,
+    layers: Mapping[str, object],
+    ranks: Mapping[str, int],
+    shapes: Mapping[str, Sequence[int]],
+    path: Path,
+) -> None:
+    here = {key: [*value.shape] for key, value in model.state_dict().items()}
+    for name in layers:
+        for key, dim in zip(_factors(name), (1, 0), strict=True):
+            here[key][dim] = ranks.get(name, -1)
+    there = {key: [*shape] for key, shape in shapes.items()}
+    if other := sorted(key for key in here | there if here.get(key) != there.get(key)):
+        raise CheckpointError(
+            f"{path} is of another model: {listed(other)} are missing or have other shapes. A "
+            "sharded model has to be decomposed as the saved one was, before fully_shard."
+        )
+
+
+def _read_by_all(
+    read: Callable[[], dict[str, Tensor]], path: Path, model: nn.Module
+) -> dict[str, Tensor]:
+    """Read, and fail in every process if one could not: the others would wait for its parts."""
+    parts, problem = dict[str, Tensor](), None
+    try:
+        parts = read()
+    except (OSError, CheckpointError) as error:
+        problem = error
+    everyone = told_by_all(str(problem or ""), shard_group(model))
+    if problem is not None:
+        raise problem
+    if any(everyone):
+        process, why = next((i, why) for i, why in enumerate(everyone) if why)
+        raise CheckpointError(f"process {process} cannot read its part of {path}: {why}")
+    return parts

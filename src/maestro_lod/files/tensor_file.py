@@ -1,0 +1,297 @@
+"""Safetensors files: written as a whole or not at all, read as far as needed, and proven.
+
+The format is that of every safetensors file, and any reader of it reads these. Two texts in the
+header are ours: `crc32`, of the blocks of all tensors in the order of the file (see `digests`), and
+in front of everything `digest`, of the rest of the header. So the header proves itself, and
+each block is proven by the header. The same tensors and texts give the same bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from maestro_lod.distributed.shards import gathered, local_part
+from maestro_lod.errors import CheckpointError
+from maestro_lod.files.atomic import replacing, writing
+from maestro_lod.files.digests import CRC32, SHA256, Digest, block_ends, in_pieces
+
+_DTYPE = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "U16": torch.uint16, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64,
+    "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F64": torch.float64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+"""What safetensors calls torch's dtypes."""
+_NAME = {dtype: name for name, dtype in _DTYPE.items()}
+
+_BEFORE_DIGEST = b'{"__metadata__":{"digest":"'
+
+
+def distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a state dict, each memory once, and the other names of shared ones."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{key} is extra state of type {type(value).__name__}, which safetensors cannot "
+                "hold. Save it separately."
+            )
+        _require_storable(key, value)
+        where = (local_part(value).data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and where in first:
+            aliases[key] = first[where]
+        else:
+            first[where] = key
+            tensors[key] = value
+    return tensors, aliases
+
+
+def _require_storable(key: str, value: Tensor) -> None:
+    if value.is_meta:
+        raise CheckpointError(f"{key} is on the meta device: there is nothing to save.")
+    if value.dtype not in _NAME:
+        raise CheckpointError(f"{key} is of {value.dtype}, which the file cannot hold.")
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def write_tensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], path: Path) -> None:
+    """Write tensors and texts to a file, atomically; what is the same gives the same bytes."""
+    for key, value in tensors.items():
+        _require_storable(key, value)
+    with replacing(path) as place, writing(path):
+        save_file(tensors, place, metadata)
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Fill a file: room for the header, then the tensors, whose digests complete the header."""
+    order = in_written_order(tensors)
+    entries: dict[str, dict[str, Any]] = {}
+    count = end = 0
+    for key in order:
+        value, begin = tensors[key], end
+        end += value.nbytes
+        offsets = {"data_offsets": [begin, end]}
+        entries[key] = {"dtype": _NAME[value.dtype], "shape": list(value.shape), **offsets}
+        count += len(block_ends(value.shape, value.nbytes))
+
+    def header(proofs: str) -> bytes:
+        texts = {"digest": "-" * SHA256.length, CRC32.name: proofs, **metadata}
+        text = json.dumps({"__metadata__": texts, **entries}, separators=(",", ":")).encode()
+        return text + b" " * (-len(text) % 8)
+
+    length = len(header("-" * CRC32.length * count))
+    with path.open("wb") as file:
+        file.seek(8 + length)
+        proofs = [_write(tensors[key], file) for key in order]
+        file.seek(0)
+        file.write(_proven(struct.pack("<Q", length), header("".join(proofs))))
+
+
+def in_written_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names in the order in which tensors are written.
+
+    Wide numbers come first, as other writers do: all of them lie at multiples of their size.
+    """
+    return sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
+
+
+def _write(value: Tensor, file: BinaryIO) -> str:
+    """Write the bytes of a tensor and return their digests."""
+    if not value.numel():
+        return ""
+    packed = gathered(value).detach().resolve_conj().resolve_neg().cpu().contiguous()
+    data = memoryview((ctypes.c_char * packed.nbytes).from_address(packed.data_ptr())).cast("B")
+    file.write(data)
+    return CRC32.of_blocks(data, block_ends(packed.shape, packed.nbytes))
+
+
+def _proven(length: bytes, header: bytes) -> bytes:
+    """Return the start of a file with the digest of its header in place."""
+    rest = header[len(_BEFORE_DIGEST) + SHA256.length :]
+    return length + _BEFORE_DIGEST + SHA256.of(length + rest).encode() + rest
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened_file(path: Path, *, verify: bool = True) -> Iterator[TensorFile]:
+    """Open a file for reading; whatever is wrong with it is told in one line."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            yield TensorFile.of(file, path, verify)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged or no safetensors file ({error}).") from error
+
+
+class _Damage(OSError):
+    """Bytes that no writer of safetensors files has written so."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What the header says about one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, key: str, told: Any, path: Path) -> _Entry:
+        """Read an entry; its shape has to give the bytes that it takes."""
+        if told["dtype"] not in _DTYPE:
+            raise CheckpointError(f"{key} in {path} is of an unknown type, {told['dtype']}.")
+        dtype, shape = _DTYPE[told["dtype"]], tuple(told["shape"])
+        begin, end = told["data_offsets"]
+        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        if not whole or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{key} has another size than its shape")
+        return cls(dtype, shape, begin, end)
+
+    @property
+    def ends(self) -> list[int]:
+        return block_ends(self.shape, self.end - self.begin)
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A safetensors file that is open: its texts, and its tensors as they are asked for."""
+
+    metadata: dict[str, str]
+    """All texts but the digests."""
+    proven: bool
+    """Whether the file holds digests; those of before they were invented do not."""
+    _entries: dict[str, _Entry]
+    _proofs: tuple[Digest, str] | None
+    """The digests to compare with what is read, and how they were made."""
+    _file: BinaryIO
+    _start: int
+
+    @classmethod
+    def of(cls, file: BinaryIO, path: Path, verify: bool) -> TensorFile:
+        """Read the header of a file; by plain reads, since a memory map brings in whole pages."""
+        try:
+            size = os.fstat(file.fileno()).st_size
+            packed = _read(file, 8)
+            (length,) = struct.unpack("<Q", packed)
+            if length > size - 8:
+                raise ValueError("the file ends within its header")
+            raw = bytes(_read(file, length))
+            header: dict[str, Any] = json.loads(raw, object_pairs_hook=_without_repetition)
+            metadata = header.pop("__metadata__", {})
+            if not all(isinstance(text, str) for text in metadata.values()):
+                raise ValueError("its texts are none")
+            kinds = [kind for kind in (CRC32, SHA256) if kind.name in metadata]
+            known = [(kind, metadata.pop(kind.name)) for kind in kinds]
+            proven = metadata.pop("digest", None) is not None or bool(known)
+            as_written = len(known) == 1 and _proven(bytes(packed), raw) == packed + raw
+            if verify and proven and not as_written:
+                raise ValueError("its header is not what was written")
+            entries = {key: _Entry.of(key, told, path) for key, told in header.items()}
+            _require_gapless(entries, size - 8 - length)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise _Damage(str(error) or repr(error)) from error
+        proofs = known[0] if verify and known else None
+        return cls(metadata, proven, entries, proofs, file, 8 + length)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {key: entry.shape for key, entry in self._entries.items()}
+
+    def read(self, key: str, rows: int | range | None = None) -> Tensor:
+        """Read a tensor, its first rows or a range of them; refuse bytes that were not written."""
+        entry = self._entries[key]
+        shape = entry.shape
+        if rows is not None:
+            rows = rows if isinstance(rows, range) else range(min(rows, shape[0]))
+            shape = (len(rows), *shape[1:])
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=entry.dtype)
+        size = count * entry.dtype.itemsize
+        begin = 0 if rows is None else rows.start * (size // len(rows))
+        if self._proofs is None:
+            self._file.seek(self._start + entry.begin + begin)
+            raw, ahead = _read(self._file, size), 0
+        else:
+            raw, ahead = self._read_proven(key, begin, begin + size)
+        return torch.frombuffer(raw, dtype=entry.dtype, count=count, offset=ahead).view(shape)
+
+    def _read_proven(self, key: str, begin: int, end: int) -> tuple[bytearray, int]:
+        """Read and compare the blocks that hold some bytes; say where in them these begin."""
+        assert self._proofs is not None
+        kind, proofs = self._proofs
+        blocks = [*zip([0, *self._entries[key].ends], self._entries[key].ends, strict=False)]
+        first = next(i for i, (_, stop) in enumerate(blocks) if stop > begin)
+        start = blocks[first][0]
+        needed = [stop - start for before, stop in blocks[first:] if before < end]
+        raw = bytearray(needed[-1])
+        whole, found = memoryview(raw), ""
+        self._file.seek(self._start + self._entries[key].begin + start)
+        for at, ends in in_pieces(needed):  # digested while they are in the processor's cache
+            piece = whole[at : at + ends[-1]]
+            _fill(piece, self._file)
+            found += kind.of_blocks(piece, ends)
+        at = (self._first_proof[key] + first) * kind.length
+        if found != proofs[at : at + len(found)]:
+            raise _Damage(f"the bytes of {key} are not those that were written")
+        return raw, begin - start
+
+    @cached_property
+    def _first_proof(self) -> dict[str, int]:
+        """The number of the first digest of each tensor; they follow the order of the data."""
+        order = sorted(self._entries, key=lambda key: self._entries[key].begin)
+        counts = (len(self._entries[key].ends) for key in order)
+        return dict(zip(order, itertools.accumulate(counts, initial=0), strict=False))
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("a name stands twice in the header")
+    return found
+
+
+def _require_gapless(entries: Mapping[str, _Entry], size: int) -> None:
+    """Refuse tensors that overlap or leave bytes of the file unused."""
+    spans = sorted((entry.begin, entry.end) for entry in entries.values())
+    ends = [0, *(end for _, end in spans)]
+    if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != size:
+        raise ValueError("the tensors do not fill the file")
+
+
+def _read(file: BinaryIO, size: int) -> bytearray:
+    raw = bytearray(size)
+    _fill(memoryview(raw), file)
+    return raw
+
+
+def _fill(left: memoryview, file: Any) -> None:
+    """Read until the buffer is full, which takes several reads beyond 2 GiB."""
+    while left:
+        count = file.readinto(left)
+        if not count:
+            raise _Damage("the file ends too early")
+        left = left[count:]

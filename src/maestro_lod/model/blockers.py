@@ -1,0 +1,240 @@
+"""What stands in the way of decomposing a layer, and what it is called."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from maestro_lod.layers.embedding import SharedHead, can_share
+from maestro_lod.layers.registry import (
+    changed_by,
+    low_rank_type,
+    opened_type,
+    registered_base,
+    weights_read_by,
+)
+from maestro_lod.model.forward_analysis import Path, reading_of
+from maestro_lod.model.replace import STATE_HOOKS, held_in
+from maestro_lod.model.structure import uninitialized
+
+
+class Obstacles:
+    """What stands in the way of decomposing the modules of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # memory -> who has it: (name of the module, of the parameter, the module)
+        self._owners: dict[int, list[tuple[str, str, nn.Module]]] = defaultdict(list)
+        self._holders: dict[int, str] = {}  # module -> the attribute that also holds it
+        self._keepers: dict[int, str] = {}  # memory of a parameter -> the attribute with it
+        self._readers: dict[int, str] = {}  # module -> the class whose code reads its weight
+        self._wrappers: dict[int, str] = {}  # module -> the class of the adapter around it
+        for name, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and not is_lazy(parameter) and parameter.numel():
+                    self._owners[_memory(parameter)].append((name, key, module))
+            for key, value in vars(module).items():
+                if key in ("_modules", "_parameters", "_flat_weights"):  # the last is torch's own
+                    continue
+                where = f"{name}.{key}".lstrip(".")
+                for held in held_in(value):
+                    if isinstance(held, nn.Module):
+                        self._holders[id(held)] = where
+                    elif isinstance(held, nn.Parameter) and not is_lazy(held):
+                        self._keepers[_memory(held)] = where
+            base = dict(module.named_children()).get("base_layer")  # as PEFT calls what it adapts
+            if low_rank_type(type(base)) is not None:
+                inner = (m for child in module.children() for m in child.modules())
+                self._wrappers |= {id(m): type(module).__name__ for m in inner}
+        methods = _called_methods(model)
+        for module in model.modules():
+            self._note_readers(module, methods.get(type(module), frozenset()))
+
+    def _note_readers(self, module: nn.Module, methods: frozenset[str]) -> None:
+        """Note which layers' weights the code of a module reads, or lets another module read."""
+        kind: Any = type(module)
+        reading = reading_of(kind, methods)
+        for path in reading.weights:
+            self._note_reader(kind, _descendants(module, path))
+        for callee, argument, path in reading.passed:
+            for called in _descendants(module, callee):
+                reader: Any = type(called)
+                if argument in reading_of(reader).arguments:
+                    self._note_reader(reader, _descendants(module, path))
+        for part in weights_read_by(kind):  # in torch's own code
+            self._note_reader(kind, _descendants(module, tuple(part.split("."))))
+
+    def _note_reader(self, kind: type, layers: list[nn.Module]) -> None:
+        self._readers |= dict.fromkeys(map(id, layers), kind.__name__)
+
+    def to(self, module: nn.Module) -> str | None:
+        """Return why a module cannot be decomposed, '' if it can, None if there is nothing to."""
+        if low_rank_type(type(module)) is not None:
+            return self._to_layer(module)
+        own = [p for p in module._parameters.values() if p is not None]
+        if ".quantized." in type(module).__module__ and not isinstance(module, nn.Sequential):
+            return "quantized"
+        if parametrize.is_parametrized(module):
+            return "parametrized"
+        if any(is_lazy(p) for p in own):
+            return _LAZY
+        if all(p.ndim < 2 for p in own):
+            return None
+        if (base := registered_base(type(module))) is not None:
+            changed = changed_by(type(module), base)
+            differs = "forward may differ" if "forward" in changed else f"{changed[0]} may matter"
+            return f"a subclass of {base.__name__}, whose {differs}"
+        return f"{type(module).__name__} is not a supported kind"
+
+    def _to_layer(self, module: nn.Module) -> str:
+        if reason := self._to_weight(module):
+            return reason
+        tied = self._to_owner(module._parameters["weight"])  # type: ignore[arg-type]
+        return tied or self._to_replacing(module) or self.to_saving(module)
+
+    def to_sharing(self, embedding: nn.Module, head: nn.Module) -> str:
+        """Return why a tied embedding and head cannot be one factor pair, '' if they can."""
+        for module in (embedding, head):
+            if reason := self._to_weight(module) or self._to_replacing(module):
+                return reason
+        return self.to_saving(embedding)
+
+    def _to_weight(self, module: nn.Module) -> str:
+        weight = module._parameters.get("weight")
+        if weight is None:
+            return "its weight is computed by a hook (weight norm, spectral norm, pruning)"
+        if extra := module._parameters.keys() - {"weight", "bias"}:
+            return f"it has further parameters ({', '.join(sorted(extra))})"
+        kind = low_rank_type(type(module))
+        assert kind is not None
+        return kind.obstacle(module) or self._to_parameter(weight)
+
+    def to_opening(self, module: nn.Module) -> str:
+        """Return why a layer with several weights must stay closed, '' if nothing says so."""
+        if parametrize.is_parametrized(module):
+            return "its weights are computed: it is parametrized"
+        if reason := opened_type(type(module)).obstacle(module):
+            return str(reason)
+        for parameter in module.parameters():
+            if reason := self._to_parameter(parameter) or self._to_owner(parameter):
+                return reason
+        return self._to_replacing(module)
+
+    def _to_parameter(self, weight: nn.Parameter) -> str:
+        if is_lazy(weight):
+            return _LAZY
+        if type(weight) is not nn.Parameter or weight.dtype not in _DTYPES:
+            return f"its weight is a {type(weight).__name__} of {weight.dtype}"
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            return "its weight carries tensor hooks, which its factors could not honour"
+        return ""
+
+    def _to_owner(self, weight: nn.Parameter) -> str:
+        owners = self._owners[_memory(weight)] if weight.numel() else []
+        if len(owners) > 1:
+            names = (f"{name}.{key}".lstrip(".") for name, key, _ in owners)
+            return f"its weight is tied ({' = '.join(names)})"
+        return ""
+
+    def _to_replacing(self, module: nn.Module) -> str:
+        if "forward" in vars(module):
+            return "its forward was replaced on the instance"
+        if id(module) in self._holders:
+            return f"it is also held by {self._holders[id(module)]}, which torch does not look into"
+        for key, parameter in module.named_parameters():
+            where = self._keepers.get(_memory(parameter)) if parameter.numel() else None
+            if where is not None and key != "bias":  # which stays the same Parameter
+                return f"its {key} is also in {where}, which would keep it. Fill that afterwards"
+        opened = opened_type(type(module)) is not None
+        if foreign := set() if opened else set(module._modules):
+            return f"it has a submodule of its own ({', '.join(sorted(foreign))})"
+        names = vars(module).keys() | module._buffers.keys()
+        if hidden := names & _names_only_ours(type(module)):
+            return f"a low-rank layer would hide its attribute {', '.join(sorted(hidden))}"
+        if any(getattr(module, hooks) for hooks in STATE_HOOKS):
+            return "it carries hooks of its state dict, which expect a dense weight"
+        if id(module) in self._wrappers:
+            return f"it is wrapped by {self._wrappers[id(module)]}, which may change its weight"
+        if id(module) in self._readers:
+            return f"the code of {self._readers[id(module)]} reads its weight"
+        return ""
+
+    def to_saving(self, module: nn.Module) -> str:
+        """Return that no rank is worth it, '' if some rank is."""
+        probe = uninitialized("", module, 0)
+        if probe.weights(1) >= probe.dense_weights:
+            m, n = probe.matrix_shape
+            per_group = " per group" if probe.groups > 1 else ""
+            return f"no rank saves anything ({m}×{n}{per_group})"
+        return ""
+
+    def tied_heads(self) -> list[tuple[tuple[str, nn.Module], tuple[str, nn.Module]]]:
+        """Return each embedding that is tied to exactly one linear head with it, by name."""
+        return [
+            ((name, table), (head_name, head))
+            for owners in self._owners.values()
+            if len(owners) == 2
+            for (name, _, table), (head_name, _, head) in itertools.permutations(owners)
+            if can_share(table, head)
+        ]
+
+
+def _names_only_ours(dense: type[nn.Module]) -> set[str]:
+    """Return the names that mean something on what replaces a layer, and nothing on the layer."""
+    kinds: list[type[nn.Module] | None] = [low_rank_type(dense), opened_type(dense)]
+    if dense is SharedHead.replaces:
+        kinds.append(SharedHead)
+    ours = {name for kind in kinds if kind is not None for name in _names(kind)}
+    return {name for name in ours - _names(dense) if not name.startswith("_")}
+
+
+def _names(kind: type[nn.Module]) -> set[str]:
+    """Return the names that a class says its instances have, beside those of every module."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    said = {name for base in own for name in (*vars(base), *inspect.get_annotations(base))}
+    return said | set(getattr(kind, "__constants__", ()))
+
+
+def _called_methods(model: nn.Module) -> dict[type, frozenset[str]]:
+    """Return the methods of each class that the code of modules around it calls."""
+    methods: dict[type, frozenset[str]] = {}
+    waiting, modules = True, list(model.modules())
+    while waiting:  # what is called may call others
+        waiting = False
+        for module in modules:
+            kind: Any = type(module)
+            for path, name in reading_of(kind, methods.get(kind, frozenset())).calls:
+                for called in map(type, _descendants(module, path)):
+                    if name not in methods.get(called, frozenset()):
+                        methods[called] = methods.get(called, frozenset()) | {name}
+                        waiting = True
+    return methods
+
+
+def _descendants(module: nn.Module, path: Path) -> list[nn.Module]:
+    """Return the modules inside a module that a path may stand for."""
+    found: list[nn.Module | None] = [module]
+    for key in path:
+        found = [
+            child
+            for each in found
+            if each is not None
+            for child in (each._modules.values() if key == "*" else [each._modules.get(key)])
+        ]
+    return [each for each in found if each is not None]
+
+
+_LAZY = "lazy: its shape is not known before the first forward"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Of weights that can be factored and trained."""
+
+
+def _memory(parameter: torch.Tensor) -> int:
+    """Return what two parameters have in common iff they are tied."""
+    return id(parameter) if parameter.is_meta else parameter.data_ptr()

@@ -1,0 +1,298 @@
+"""Models in safetensors files, no pickle: one file with every size, or one size alone.
+
+`save` stores both factors rank-major, (rank, …), so the first ranks of a layer are the first bytes
+of its tensors, and a smaller model is read without touching the rest. `save_plain` stores an
+extracted model. The header says which layers are not the dense model's; tensors that share memory
+are stored once. `load` reads both.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.distributed.fsdp import shard_group
+from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
+from maestro_lod.files.json_files import parse_json
+from maestro_lod.files.shard_files import fill_shards, write_by_the_first
+from maestro_lod.files.tensor_file import (
+    TensorFile,
+    distinct,
+    in_written_order,
+    opened_file,
+    write_tensors,
+)
+from maestro_lod.layers.ranks import (
+    Ranks,
+    low_rank_layers,
+    match_ranks,
+    require_low_rank,
+    resolve,
+    unwrapped,
+)
+from maestro_lod.model.checkpoint_header import (
+    PLAIN,
+    Contents,
+    contents_of,
+    elastic_metadata,
+    plain_metadata,
+    with_parameters,
+)
+from maestro_lod.model.frontier import Frontier
+from maestro_lod.model.limits import LIMITS
+from maestro_lod.model.replace import copy_on_meta
+from maestro_lod.model.structure import (
+    restructure,
+    uninitialized,
+)
+
+
+def save(
+    model: nn.Module, path: str | os.PathLike[str], *, frontier: Frontier | None = None
+) -> None:
+    """Write a low-rank model to one safetensors file that holds every size; atomic.
+
+    With its frontier in the file, `load` can choose a size by what it may cost. A model that is
+    sharded over processes is saved by all of them at once: the first one writes.
+    """
+    model = unwrapped(model)
+    layers = require_low_rank(model)
+    if unordered := [name for name, layer in layers.items() if layer.identity is not None]:
+        raise CheckpointError(
+            f"{listed(unordered)} are still trained as dense weights: their ranks have no order "
+            "that a file of every size could hold. Train until the first part of the run is "
+            "over, or land on the budget now (LoD.land); a checkpoint to go on from is "
+            "model.state_dict() with LoD's own."
+        )
+    tensors, aliases = distinct(model.state_dict())
+    for name in layers:
+        if (key := f"{name}.u".lstrip(".")) in tensors:
+            tensors[key] = tensors[key].transpose(0, 1)
+    metadata = elastic_metadata(model, aliases)
+    if frontier is not None:
+        metadata["frontier"] = frontier.to_json()
+    write = functools.partial(write_tensors, tensors, metadata, Path(path))
+    if (group := shard_group(model)) is None:
+        write()
+    else:
+        write_by_the_first(tensors, in_written_order(tensors), write, Path(path), group)
+
+
+def save_plain(model: nn.Module, path: Path) -> None:
+    """Write an extracted model: its tensors, and which of its layers are two; atomic."""
+    tensors, aliases = distinct(model.state_dict())
+    write_tensors(tensors, plain_metadata(model, aliases), path)
+
+
+def plain_state(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a plain file, shared ones under each of their names."""
+    with opened_file(path) as file:
+        config = parse_json(file.metadata["config"], {"aliases": {str: str}})
+        state = {key: file.read(key) for key in file.shapes}
+    return state | {alias: state[first] for alias, first in config["aliases"].items()}
+
+
+def verify(path: str | os.PathLike[str]) -> bool:
+    """Read a whole file and refuse it if a bit is not as it was written; True if that is proven.
+
+    False is of a file from before digests were written: it is whole, which is all one can say.
+    """
+    with opened_file(Path(path)) as file:
+        for key in file.shapes:
+            file.read(key)
+        return file.proven
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    into: nn.Module,
+    ranks: Ranks | None = None,
+    verify: bool = True,
+    **limits: float,
+) -> nn.Module:
+    """Load a file into a model, in place, reading only the ranks asked for; returns the model.
+
+    `into` is the model that was saved, decomposed or still dense: layers become low-rank, dense or
+    two plain ones as the file says. Of a file with every size, layers that `ranks` does not name
+    get all ranks. Instead of ranks, limits as for `Frontier.pick` (`max_params=0.2`, `max_macs=…`,
+    …) take the best size within them, if the file was saved with a frontier. If anything does not
+    fit, the model is left as it was. What is read is compared with its digests, unless `verify` is
+    False.
+    """
+    path = Path(path)
+    with opened_file(path, verify=verify) as file:
+        if file.metadata.get("format") == PLAIN and (ranks is not None or limits):
+            raise OptionError(f"{path} holds one size, that of its export: leave ranks out.")
+        if limits:
+            ranks = _ranks_within(file.metadata, path, ranks, limits)
+        contents = contents_of(file, path, unwrapped(into))
+        loaded = _load(contents, file, path, unwrapped(into), ranks)
+        return into if loaded is unwrapped(into) else loaded
+
+
+def _ranks_within(
+    metadata: Mapping[str, str], path: Path, ranks: Ranks | None, limits: dict[str, float]
+) -> dict[str, int]:
+    """Return the ranks of the best size within limits, by the frontier in the file."""
+    for limit in limits:
+        if limit not in LIMITS:
+            raise OptionError(f"load has no option {limit!r}.{nearest(limit, LIMITS)}")
+    if ranks is not None:
+        raise OptionError(f"give ranks= or limits ({listed(limits)}), not both.")
+    text = metadata.get("frontier")
+    if text is None:
+        raise CheckpointError(
+            f"{path} holds no frontier to choose a size from. Give ranks=, or save it with one: "
+            "save(model, path, frontier=frontier(model, …))."
+        )
+    return Frontier.from_json(text, path).pick(**limits)
+
+
+def _load(
+    contents: Contents, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
+) -> nn.Module:
+    if any(t.is_meta for t in (*into.parameters(), *into.buffers())):
+        raise CheckpointError(
+            f"{path} cannot be loaded into a model on the meta device, which has no memory. Call "
+            "model.to_empty(device=…) first."
+        )
+    if shard_group(into) is not None:
+        _load_shards(contents, file, path, into, ranks)
+        return into
+    # a rehearsal on a copy without memory: torch's own checks, and nothing half-loaded
+    rehearsal = copy_on_meta(into)
+    try:
+        rehearsal = restructure(rehearsal, contents.structure, fill=uninitialized)
+    except LayerError as error:
+        raise CheckpointError(f"{path} is of another model: {error}") from None
+    stored = contents.ranks
+    full = {name: (stored[name], m.full_rank) for name, m in low_rank_layers(rehearsal).items()}
+    chosen = stored | (resolve(ranks, full) if ranks is not None else {})
+    state = _state(contents, file, chosen)
+    _require_fit(rehearsal, contents, state, path)
+    model = restructure(into, contents.structure, fill=uninitialized)
+    match_ranks(model, state)
+    model.load_state_dict(_with_versions(state, model))
+    for name, layer in low_rank_layers(model).items():
+        layer.dense_only |= name in contents.dense_only
+    if contents.types is not None:
+        for alias, first in contents.aliases.items():
+            _tie(model, alias, first)
+    return model
+
+
+def _load_shards(
+    contents: Contents, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
+) -> None:
+    """Load into a model that is sharded over processes, each of which calls this."""
+    stored, layers = contents.ranks, low_rank_layers(into)
+    full = {name: (rank, layers[name].full_rank) for name, rank in stored.items() if name in layers}
+    chosen = stored | (resolve(ranks, full) if ranks is not None else {})
+    first = contents.aliases
+    factors = {f"{n}.{f}".lstrip("."): (chosen[n], f) for n in chosen for f in "uv"}
+
+    def read(key: str, rows: range | None) -> Tensor:
+        key = first.get(key, key)
+        rank, factor = factors.get(key, (None, ""))
+        value = file.read(key, rank if rows is None else rows)
+        return value.transpose(0, 1) if factor == "u" else value
+
+    shapes = {key: [*shape] for key, shape in file.shapes.items()}
+    for key, (rank, factor) in factors.items():
+        if key in shapes:
+            shapes[key][0] = rank
+            if factor == "u":
+                shapes[key][:2] = reversed(shapes[key][:2])
+    shapes |= {alias: shapes[key] for alias, key in first.items()}
+    fill_shards(into, chosen, shapes, read, path)
+
+
+def _state(contents: Contents, file: TensorFile, ranks: Mapping[str, int]) -> dict[str, Tensor]:
+    """Read the tensors of a file, of low-rank layers only the ranks asked for."""
+    rows = {f"{n}.{f}".lstrip("."): ranks[n] for n in ranks for f in "uv"}
+    state = {}
+    for key in file.shapes:
+        value = file.read(key, rows.get(key))
+        is_u = key in rows and key.rpartition(".")[2] == "u"
+        state[key] = value.transpose(0, 1) if is_u else value
+    return state | {alias: state[key] for alias, key in contents.aliases.items()}
+
+
+def _with_versions(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+    """Say of which version each module's tensors are, without which some refuse to load."""
+    versioned = OrderedDict(state)
+    versioned._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
+    return versioned
+
+
+def _require_fit(
+    rehearsal: nn.Module, contents: Contents, state: Mapping[str, Tensor], path: Path
+) -> None:
+    """Refuse a file with other tensors, shapes, types or ties than a model on the meta device."""
+    if contents.types is not None:
+        _require_same_types(rehearsal, contents, state, path)
+    _require_precision(rehearsal, state, path)
+    try:
+        empty = {key: value.to("meta") for key, value in state.items()}
+        match_ranks(rehearsal, empty)
+        rehearsal.load_state_dict(_with_versions(empty, rehearsal))
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} is of another model. {error}") from None
+
+
+def _require_precision(rehearsal: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    """Refuse to round what is stored; a wider type than the file's holds the same numbers."""
+    for key, value in rehearsal.state_dict().items():
+        stored = state[key].dtype if key in state and isinstance(value, Tensor) else None
+        if stored is not None and torch.promote_types(stored, value.dtype) != value.dtype:
+            raise CheckpointError(
+                f"{path} holds {key} as {stored}, which {value.dtype}, the model's type, would "
+                f"round. Load it into a model of {stored}, and convert that: model.to(…)."
+            )
+
+
+def _require_same_types(
+    rehearsal: nn.Module, contents: Contents, state: Mapping[str, Tensor], path: Path
+) -> None:
+    assert contents.types is not None
+    here = {name: type(module).__name__ for name, module in with_parameters(rehearsal)}
+    if unknown := [name for name in contents.types if name not in here]:
+        raise CheckpointError(
+            f"{path} is of another model: it has {listed(unknown)}, which "
+            f"{type(rehearsal).__name__} has not.{nearest(unknown[0], here)}"
+        )
+    for name, kind in here.items():
+        there = contents.types.get(name, "missing")
+        if there != kind:
+            raise CheckpointError(
+                f"{path} is of another model: {name or 'the model itself'} is a {kind} here and "
+                f"{there if there == 'missing' else f'a {there}'} there."
+            )
+    own, first = rehearsal.state_dict(keep_vars=True), dict[int, str]()
+    for key, value in own.items():
+        if key in state and isinstance(value, Tensor) and state[key].dtype != value.dtype:
+            raise CheckpointError(
+                f"{path} holds {key} as {state[key].dtype}, the model as {value.dtype}. Convert "
+                f"the model first: model.to({state[key].dtype})."
+            )
+        other = first.setdefault(id(value), key)
+        if contents.aliases.get(key, key) != contents.aliases.get(other, other):
+            raise CheckpointError(
+                f"{path} is of another model: {other} and {key} are tied here and not there."
+            )
+
+
+def _tie(model: nn.Module, alias: str, first: str) -> None:
+    """Let one parameter or buffer be another."""
+    owner, _, name = first.rpartition(".")
+    tensor: Any = getattr(model.get_submodule(owner), name)
+    owner, _, name = alias.rpartition(".")
+    setattr(model.get_submodule(owner), name, tensor)

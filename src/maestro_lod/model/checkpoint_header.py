@@ -1,0 +1,171 @@
+"""What a model's file says about the model in it: which layers are not the dense model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from maestro_lod.errors import CheckpointError, LayerError
+from maestro_lod.files.json_files import Shape, parse_json
+from maestro_lod.files.tensor_file import TensorFile
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.layers.registry import low_rank_type, opened_type
+from maestro_lod.model.structure import OPENED, Form, Structure, structure_of, uninitialized
+
+ELASTIC, PLAIN, _VERSION = "maestro-lod", "maestro-lod plain", 1
+"""The formats: one file with every size, and one size alone."""
+_HEADER: dict[str, Shape] = {
+    "ranks": {str: int}, "opened": [str], "heads": {str: str}, "aliases": {str: str},
+    "dense_only": [str],
+}  # fmt: skip
+_PLAIN: Shape = {"layers": {str: str}, "factored": {str: int}, "aliases": {str: str}}
+
+
+def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return what a file with every size says of a low-rank model."""
+    try:
+        structure = structure_of(model)
+    except LayerError as error:
+        raise CheckpointError(str(error)) from None
+
+    def of_kind(kind: str) -> dict[str, Form]:
+        return {name: form for name, form in structure.items() if form.kind == kind}
+
+    header = {
+        "ranks": {name: form.rank for name, form in of_kind("low-rank").items()},
+        "opened": list(of_kind("opened")),
+        "heads": {name: form.factors_of for name, form in of_kind("shared").items()},
+        "aliases": aliases,
+        "dense_only": [n for n, layer in low_rank_layers(model).items() if layer.dense_only],
+    }
+    metadata = {"format": ELASTIC, "version": str(_VERSION)}
+    return metadata | {key: json.dumps(value) for key, value in header.items()}
+
+
+def plain_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return what a file with one size says of an extracted model."""
+    types = {name: type(module).__name__ for name, module in with_parameters(model)}
+    ranks = {name: rank for name, m in model.named_modules() if (rank := _factored_rank(m))}
+    config = json.dumps({"layers": types, "factored": ranks, "aliases": aliases})
+    return {"format": PLAIN, "version": str(_VERSION), "config": config}
+
+
+def with_parameters(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that hold parameters of their own, by name."""
+    own = [(name, m, m._parameters.values()) for name, m in model.named_modules()]
+    return [(name, m) for name, m, values in own if any(p is not None for p in values)]
+
+
+def _factored_rank(module: nn.Module) -> int | None:
+    """Return the rank of plain layers that `extract` may have made of one, else None."""
+    own = module._parameters
+    if set(own) == {"u", "v"} and own["v"] is not None:  # the weight of an opened layer
+        return own["v"].shape[0]
+    if not isinstance(module, nn.Sequential) or len(module) != 2:
+        return None
+    first, second = module
+    if None in (low_rank_type(type(first)), low_rank_type(type(second))):
+        return None
+    if getattr(first, "bias", None) is not None:
+        return None
+    width: Any = getattr(second, "in_features", None) or getattr(second, "in_channels", 0)
+    return int(width) // getattr(second, "groups", 1)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file says about the model in it."""
+
+    structure: Structure
+    aliases: dict[str, str]
+    """Tensors that are the same as another one, which alone is stored."""
+    types: dict[str, str] | None = None
+    """Of a plain file: the type of every module that holds parameters."""
+    dense_only: tuple[str, ...] = ()
+    """Layers that only their dense form can replace, because of how they are called."""
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        forms = self.structure.items()
+        return {name: form.rank or 0 for name, form in forms if form.kind == "low-rank"}
+
+
+def contents_of(file: TensorFile, path: Path, into: nn.Module) -> Contents:
+    """Read the header of a file, or refuse it."""
+    metadata = file.metadata
+    if metadata.get("format") not in (ELASTIC, PLAIN):
+        raise CheckpointError(
+            f"{path} was not written by maestro_lod's save or export. Read a plain file of tensors "
+            "with safetensors.torch.load_file and load_state_dict."
+        )
+    try:
+        if int(metadata["version"]) > _VERSION:
+            raise CheckpointError(
+                f"{path} has format version {metadata['version']}, this library reads up to "
+                f"{_VERSION}. Update maestro-lod."
+            )
+        if metadata["format"] == PLAIN:
+            return _plain_contents(metadata, file.shapes, path, into)
+        return _elastic_contents(metadata, file.shapes)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the header of {path} is damaged ({error!r}).") from error
+
+
+def _elastic_contents(metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]]) -> Contents:
+    ranks, opened, heads, aliases, dense_only = (
+        parse_json(metadata.get(key, "[]") if key == "dense_only" else metadata[key], shape)
+        for key, shape in _HEADER.items()
+    )
+    if not (
+        all(rank >= 0 for rank in ranks.values())
+        and all(first in shapes for first in aliases.values())
+        and all(embedding in ranks for embedding in heads.values())
+    ):
+        raise ValueError("ranks, heads and aliases do not belong together")
+    for name, rank in ranks.items():
+        for factor in (f"{name}.u".lstrip("."), f"{name}.v".lstrip(".")):
+            shape = shapes.get(
+                aliases.get(factor, factor), (rank, 0)
+            )  # what is missing shows later
+            if len(shape) < 2 or shape[0] != rank:
+                raise ValueError(f"{factor} is of shape {shape}, not of rank {rank}")
+    structure = {
+        **dict.fromkeys(opened, OPENED),
+        **{name: Form("low-rank", rank) for name, rank in ranks.items()},
+        **{name: Form("shared", factors_of=embedding) for name, embedding in heads.items()},
+    }
+    return Contents(structure, dict(aliases), dense_only=tuple(dense_only))
+
+
+def _plain_contents(
+    metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]], path: Path, into: nn.Module
+) -> Contents:
+    config = parse_json(metadata["config"], _PLAIN)
+    types, ranks, aliases = config["layers"], config["factored"], config["aliases"]
+    if not all(rank > 0 for rank in ranks.values()):
+        raise ValueError("a rank is no whole number above zero")
+    if not all(first in shapes for first in aliases.values()):
+        raise ValueError("a shared tensor is missing")
+    if low_rank_layers(into):
+        raise CheckpointError(
+            f"{type(into).__name__} is decomposed. Load {path} into the dense model."
+        )
+    modules = dict(into.named_modules())
+    structure: Structure = {}
+    for name, rank in ranks.items():
+        above = name.rpartition(".")[0]
+        if name and opened_type(type(modules.get(above))) is not None:
+            structure[above] = OPENED
+        if structure.get(above) == OPENED or low_rank_type(type(modules.get(name))) is not None:
+            structure[name] = Form("factored", rank)
+    for name, module in modules.items():  # a layer of another library may have become torch's
+        there, kind = types.get(name, type(module).__name__), low_rank_type(type(module))
+        if kind is not None and there != type(module).__name__:
+            plain = uninitialized(name, module, 1).plain("dense")
+            structure |= {name: Form("dense")} if type(plain).__name__ == there else {}
+    return Contents(structure, dict(aliases), types)

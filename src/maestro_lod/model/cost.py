@@ -1,0 +1,320 @@
+"""What a model costs: the only place that counts parameters, MACs and bytes of its forms.
+
+What a size is said to cost and what `extract` makes of it cannot differ: both ask `better_forms`
+in which plain form each layer is deployed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, overload
+
+from torch import nn
+
+from maestro_lod.errors import OptionError, listed
+from maestro_lod.layers.lowrank import LowRank, PlainForm
+from maestro_lod.layers.ranks import low_rank_layers, require_low_rank, unwrapped
+from maestro_lod.layers.uses import Use, uses_of
+from maestro_lod.model.inputs import Example
+from maestro_lod.model.macs import DenseMacs, dense_macs
+from maestro_lod.text import Table, Tabular
+
+Macs = TypeVar("Macs", bound="int | None")
+"""A count of MACs, or None where no example of the input was given."""
+
+
+class Chooser(Protocol):
+    """Anything that says which form of a layer is better at a rank; `latency` returns one."""
+
+    def choose(self, name: str, rank: int) -> PlainForm:
+        """Return the better form of the layer of this name at this rank."""
+
+
+By: TypeAlias = Literal["params", "macs"] | Mapping[str, PlainForm] | Chooser
+"""By what the form of each layer is chosen; a mapping says it layer by layer."""
+
+
+def better_forms(
+    model: nn.Module, ranks: Mapping[str, int], by: By = "params", *, copied: bool = True
+) -> dict[str, PlainForm]:
+    """Return the form that is better for each low-rank layer at these ranks.
+
+    The factors where they have no more "params" (or "macs"; if as many, no more params). Those that
+    plain layers hold twice count twice, unless layers are not `copied` to plain ones.
+    """
+    if by not in ("params", "macs") and not isinstance(by, Mapping) and not hasattr(by, "choose"):
+        raise OptionError(
+            f"by={by!r} is not known. Choose 'params' or 'macs', or give what was measured: "
+            "by=lod.latency(model, example)."
+        )
+    layers = _deployed_layers(model)
+    if isinstance(by, str):
+        return {n: layers[n].better_form(rank, by, copied) for n, rank in ranks.items()}
+    if isinstance(by, Mapping) and (
+        unsaid := [n for n in ranks if by.get(n) not in ("dense", "factored")]
+    ):
+        raise OptionError(f"by= has to say 'dense' or 'factored' for {listed(unsaid)} too.")
+    choose = (lambda name, _: by[name]) if isinstance(by, Mapping) else by.choose
+    return {
+        name: "dense" if layers[name].layer.dense_only else choose(name, rank)
+        for name, rank in ranks.items()
+    }
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a deployed model, or a layer of it, costs; MACs are None if they were not counted."""
+
+    params: int
+    macs: int | None
+    bytes: int
+
+    def __add__(self, other: Cost) -> Cost:
+        macs = None if self.macs is None or other.macs is None else self.macs + other.macs
+        return Cost(self.params + other.params, macs, self.bytes + other.bytes)
+
+    def __sub__(self, other: Cost) -> Cost:
+        macs = None if self.macs is None or other.macs is None else self.macs - other.macs
+        return Cost(self.params - other.params, macs, self.bytes - other.bytes)
+
+
+class Costs:
+    """What a low-rank model costs at any ranks, deployed: as `extract` leaves it."""
+
+    def __init__(self, model: nn.Module, macs: DenseMacs | None) -> None:
+        model = unwrapped(model)
+        self._layers = _deployed_layers(model)
+        self._positions = None if macs is None else macs.positions
+        self._known: dict[tuple[str, int, PlainForm | None], Cost] = {}
+        dense = [self.layer(name, 0, "dense") for name in self._layers]
+        factors = [each.layer for each in self._layers.values()]
+        size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        self.rest = Cost(
+            params=count_params(model) - sum(layer.weights() for layer in factors),
+            macs=None if macs is None else macs.total - sum(cost.macs or 0 for cost in dense),
+            bytes=size - sum(layer.weights() * layer.u.element_size() for layer in factors),
+        )
+        """All that is not low-rank."""
+        self.dense = sum(dense, self.rest)
+        """The cost of the dense model."""
+
+    def layer(self, name: str, rank: int, form: PlainForm | None = None) -> Cost:
+        """Return what one layer costs at a rank, in a form or in the one with fewer params."""
+        key = name, rank, form
+        if key not in self._known:
+            each = self._layers[name]
+            form = form or each.better_form(rank)
+            params = each.params(form, rank)
+            macs = None if self._positions is None else each.macs(form, rank, self._positions)
+            self._known[key] = Cost(params, macs, params * each.layer.u.element_size())
+        return self._known[key]
+
+    def at(self, ranks: Mapping[str, int], forms: Mapping[str, PlainForm] | None = None) -> Cost:
+        """Return what the model costs at these ranks, in these forms or in those of `extract`."""
+        forms = forms or {}
+        layers = (self.layer(name, rank, forms.get(name)) for name, rank in ranks.items())
+        return sum(layers, self.rest)
+
+
+@dataclass(frozen=True)
+class _DeployedLayer:
+    """A low-rank layer with all that multiplies by its factors."""
+
+    layer: LowRank
+    uses: tuple[Use, ...]
+
+    def better_form(self, rank: int, by: str = "params", copied: bool = True) -> PlainForm:
+        if self.layer.dense_only:
+            return "dense"
+
+        def price(form: PlainForm) -> tuple[int, int]:
+            macs = self.macs(form, rank, {use.name: 1 for use in self.uses})
+            params = self.params if copied else self.layer.plain_weights
+            return (macs if by == "macs" else 0), params(form, rank)
+
+        return "dense" if price("dense") < price("factored") else "factored"
+
+    def params(self, form: PlainForm, rank: int) -> int:
+        again = sum(use.head.copied_weights(form, rank) for use in self.uses if use.head)
+        return self.layer.plain_weights(form, rank) + again
+
+    def macs(self, form: PlainForm, rank: int, positions: Mapping[str, int]) -> int:
+        return sum(use.costs.plain_macs(form, positions[use.name], rank) for use in self.uses)
+
+
+def _deployed_layers(model: nn.Module) -> dict[str, _DeployedLayer]:
+    uses: dict[str, list[Use]] = {name: [] for name in require_low_rank(model)}
+    for use in uses_of(unwrapped(model)):
+        uses[use.owner].append(use)
+    layers = low_rank_layers(model)
+    return {name: _DeployedLayer(layers[name], tuple(own)) for name, own in uses.items()}
+
+
+def count_params(model: nn.Module) -> int:
+    """Count the scalars in all parameters; shared ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def cost_of(plain: nn.Module, example: Example) -> Cost:
+    """Count what a plain model costs, from the model itself."""
+    counted = summary(plain, example)
+    size = sum(t.nbytes for t in (*plain.parameters(), *plain.buffers()))
+    return Cost(counted.params, counted.macs, size)
+
+
+def count_bits(model: nn.Module, params: int | None = None) -> int:
+    """Count the bits of all parameters, or of as many as a plain form of the model has."""
+    bits = sum(8 * p.nbytes for p in model.parameters())
+    return bits if params is None else bits * params // max(count_params(model), 1)
+
+
+@dataclass(frozen=True)
+class LayerCost(Generic[Macs]):
+    """One layer with a weight matrix, or everything else (kind "other")."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    rank: int | None
+    full_rank: int | None
+    params: int
+    macs: Macs
+    dense_params: int
+    dense_macs: Macs
+    form: str
+    """What `fuse` and `extract` choose for the layer: "dense" or "factored"."""
+    fused_params: int
+    fused_macs: Macs
+    """In that form; torch's recurrent layers multiply their factors out first."""
+
+
+@dataclass(frozen=True)
+class Summary(Tabular, Generic[Macs]):
+    """The cost of a model: as it stands, fused (as `extract` gives it), and dense.
+
+    MACs are None where no example of the input was given.
+    """
+
+    layers: tuple[LayerCost[Macs], ...]
+    params: int
+    macs: Macs
+    fused_params: int
+    fused_macs: Macs
+    dense_params: int
+    dense_macs: Macs
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def table(self) -> Table:
+        """Return a row per layer, and the totals."""
+        rows = [
+            (
+                row.name or row.kind,
+                row.kind,
+                "×".join(map(str, row.shape)),
+                "" if row.rank is None else f"{row.rank}/{row.full_rank}",
+                f"{row.params:,}",
+                *_macs_cell(row.macs),
+                row.form,
+            )
+            for row in self.layers
+        ]
+        for name, params, macs in (
+            ("total", self.params, self.macs),
+            ("after fuse", self.fused_params, self.fused_macs),
+            ("dense", self.dense_params, self.dense_macs),
+        ):
+            share = f"{params / max(self.dense_params, 1):.2f}×"
+            if macs is not None:
+                share += f", {macs / max(self.dense_macs or 0, 1):.2f}×"
+            rows.append((name, "", "", "", f"{params:,}", *_macs_cell(macs), share))
+        counts = ("params",) if self.macs is None else ("params", "MACs")
+        header = ("layer", "kind", "weight", "rank", *counts, "fuse")
+        return Table(header, rows, right=tuple(range(3, 4 + len(counts))))
+
+
+def _macs_cell(macs: int | None) -> tuple[str, ...]:
+    return () if macs is None else (f"{macs:,}",)
+
+
+@overload
+def summary(model: nn.Module) -> Summary[None]: ...
+
+
+@overload
+def summary(model: nn.Module, example: Example) -> Summary[int]: ...
+
+
+def summary(model: nn.Module, example: Example | None = None) -> Summary[Any]:
+    """Count parameters and MACs of a model and its layers, on an example input; changes nothing.
+
+    MACs are those of the whole example, so give it batch size 1 for MACs per sample. Without an
+    example only parameters are counted.
+    """
+    model = unwrapped(model)
+    if example is None:
+        return _without_macs(_summary(model, DenseMacs(0, {}, defaultdict(int))))
+    return _summary(model, dense_macs(model, example))
+
+
+def _without_macs(counted: Summary[Any]) -> Summary[None]:
+    none: Any = dict.fromkeys(("macs", "fused_macs", "dense_macs"))
+    return replace(counted, layers=tuple(replace(row, **none) for row in counted.layers), **none)
+
+
+def _summary(model: nn.Module, macs: DenseMacs) -> Summary[int]:
+    rows = list(_rows(model, macs))
+    rest = count_params(model) - sum(row.params for row in rows)
+    if rest > 0:
+        rows.append(LayerCost("", "other", (), None, None, rest, 0, rest, 0, "dense", rest, 0))
+    changed = macs.total - sum(row.dense_macs for row in rows)  # of modules that are not listed
+    return Summary(
+        layers=tuple(rows),
+        params=sum(row.params for row in rows),
+        macs=changed + sum(row.macs for row in rows),
+        fused_params=sum(row.fused_params for row in rows),
+        fused_macs=changed + sum(row.fused_macs for row in rows),
+        dense_params=sum(row.dense_params for row in rows),
+        dense_macs=macs.total,
+    )
+
+
+def _rows(model: nn.Module, macs: DenseMacs) -> Iterator[LayerCost[int]]:
+    layers = _deployed_layers(model) if low_rank_layers(model) else {}
+    uses = {use.name: use for each in layers.values() for use in each.uses}
+    seen: set[nn.Parameter] = set()  # shared ones count where they come first
+    for name, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        count = sum(p.numel() for p in own if p not in seen)
+        if name in uses:
+            seen |= set(own)
+            yield _low_rank_row(name, uses[name], layers[uses[name].owner], macs, count)
+        elif any(p.ndim > 1 for p in own):
+            seen |= set(own)
+            shape = tuple(max(own, key=lambda p: p.numel()).shape)
+            kind, dense = type(module).__name__, macs.layers.get(name, 0)
+            yield LayerCost(
+                name, kind, shape, None, None, count, dense, count, dense, "dense", count, dense
+            )
+
+
+def _low_rank_row(
+    name: str, use: Use, each: _DeployedLayer, macs: DenseMacs, params: int
+) -> LayerCost[int]:
+    layer, positions = each.layer, macs.positions[name]
+    form = each.better_form(layer.rank)
+    # of a shared head, the factors are the embedding's parameters
+    others = params if use.head else params - layer.weights()
+    dense = 0 if use.head else layer.dense_weights
+    if use.head:
+        deployed = use.head.copied_weights(form, layer.rank)
+    else:
+        deployed = layer.plain_weights(form, layer.rank)
+    return LayerCost(
+        name, use.kind, tuple(layer.weight_shape), layer.rank, layer.full_rank,
+        params, use.costs.macs(positions), others + dense, use.costs.dense_macs(positions),
+        form, others + deployed, use.costs.plain_macs(form, positions, layer.rank),
+    )  # fmt: skip

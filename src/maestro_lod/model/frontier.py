@@ -1,0 +1,250 @@
+"""Submodels of one model with what they cost, to choose from."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, overload
+
+from maestro_lod.errors import CheckpointError, OptionError
+from maestro_lod.files.atomic import replacing, writing
+from maestro_lod.files.json_files import Shape, parse_json, read_json_file, require_shape
+from maestro_lod.model.inputs import require_number
+from maestro_lod.model.limits import Limit, Point, limit_of, require_limits
+from maestro_lod.plot import svg
+from maestro_lod.text import Table, Tabular
+
+_FORMAT = "maestro-lod frontier 1"
+_POINT: Shape = {
+    "ranks": {str: int}, "loss": float, "accuracy": float | None, "params": int,
+    "macs": int | None, "bytes": int, "latency?": float | None,
+}  # fmt: skip
+_SHAPE: Shape = {"points": [_POINT], "dense": _POINT, "method": str, "cost": str}
+
+
+@dataclass(frozen=True)
+class Frontier(Tabular, Sequence[Point]):
+    """Submodels of one model, from its own ranks on down, and the dense model beside them.
+
+    `dense` has the costs of the dense model, and loss and accuracy of the model at its own ranks.
+    `cost` says which cost the search was to save: "macs" or "params".
+    """
+
+    points: tuple[Point, ...]
+    dense: Point
+    method: str
+    cost: str
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Point, ...]: ...
+    def __getitem__(self, index: int | slice) -> Point | tuple[Point, ...]:
+        return self.points[index]
+
+    # -- choosing ------------------------------------------------------------------------------
+
+    def pick(
+        self,
+        *,
+        max_params: float | None = None,
+        max_macs: float | None = None,
+        max_bytes: float | None = None,
+        max_latency: float | None = None,
+        min_accuracy: float | None = None,
+    ) -> dict[str, int]:
+        """Return the ranks of the best submodel within all limits, for `extract` or `load`.
+
+        `max_params`, `max_macs` and `max_bytes`: an int is a number of them, a float in (0, 1] a
+        share of the dense model's. `max_latency` is always in seconds, `min_accuracy` a share.
+        Best is the smallest loss, since accuracies on a few thousand samples differ by chance; with
+        `min_accuracy` alone it is the cheapest submodel that reaches it.
+
+        >>> small = extract(model, frontier.pick(max_macs=0.25))
+        """
+        return dict(
+            self.point(
+                max_params=max_params,
+                max_macs=max_macs,
+                max_bytes=max_bytes,
+                max_latency=max_latency,
+                min_accuracy=min_accuracy,
+            ).ranks
+        )
+
+    def point(self, **limits: float | None) -> Point:
+        """Return the best submodel within all limits with its costs; arguments as for `pick`."""
+        within = self.within(limits)
+        if not within:
+            raise OptionError(self.why_none(limits))
+        return within[0]
+
+    def within(self, limits: Mapping[str, float | None]) -> list[Point]:
+        """Return the submodels within all limits, best first; `limits` has arguments of `pick`."""
+        checked = self._limits(limits)
+        within = [p for p in self.points if all(limit.excess(p) <= 0.0 for limit in checked)]
+        if [limit.key for limit in checked] == ["accuracy"]:
+            return sorted(within, key=lambda p: (self._cost_of(p), p.loss))
+        return sorted(within, key=lambda p: (p.loss, self._cost_of(p)))
+
+    def why_none(self, limits: Mapping[str, float | None], *, together: bool = False) -> str:
+        """Say which limits no submodel meets, one or all together, and what the nearest one has."""
+        checked = self._limits(limits)
+
+        def shown(point: Point, keys: Sequence[str]) -> str:
+            return ", ".join(f"{key} {self._shown(point, key)}" for key in keys)
+
+        for limit in checked if len(checked) == 1 or not together else ():
+            near = min(self.points, key=limit.excess)
+            if limit.excess(near) > 0.0:
+                return (
+                    f"no submodel meets {limit.shown}: the nearest has {shown(near, [limit.key])}."
+                )
+        near = min(self.points, key=lambda p: max(limit.excess(p) for limit in checked))
+        wanted = " and ".join(limit.shown for limit in checked)
+        return (
+            f"no submodel meets {wanted} together: the nearest has "
+            f"{shown(near, [limit.key for limit in checked])}."
+        )
+
+    def _limits(self, given: Mapping[str, float | None]) -> list[Limit]:
+        require_limits(given)
+        return [
+            limit_of(key, value, self.points, self.dense)
+            for key, value in given.items()
+            if value is not None
+        ]
+
+    def _shown(self, point: Point, key: str) -> str:
+        value, dense = getattr(point, key), getattr(self.dense, key)
+        if value is None:
+            return "–"
+        if key == "latency":
+            return f"{1e3 * value:.3g} ms"
+        if key in ("accuracy", "loss"):
+            return f"{value:.4f}"
+        return f"{value:,} ({value / max(1, dense):.2f}×)"
+
+    def _cost_of(self, point: Point) -> int:
+        cost: int = getattr(point, self.cost)
+        return cost
+
+    @property
+    def best(self) -> Frontier:
+        """The submodels to which no other is preferable: each smaller one has a larger loss."""
+        best: list[Point] = []
+        for point in sorted(self.points, key=lambda p: (self._cost_of(p), p.loss)):
+            if not best or point.loss < best[-1].loss:
+                best.append(point)
+        return replace(self, points=tuple(reversed(best)))
+
+    # -- latency, files, pictures --------------------------------------------------------------
+
+    def with_latency(self, predict: Callable[[Mapping[str, int]], float], dense: float) -> Frontier:
+        """Return a copy whose points have latencies, in seconds, predicted from their ranks."""
+
+        def seconds(value: object, what: str) -> float:
+            latency = require_number(value, what)
+            if not 0.0 < latency < math.inf:
+                raise OptionError(f"{what} gave a latency of {latency!r} seconds.")
+            return latency
+
+        points = [replace(p, latency=seconds(predict(p.ranks), "predict")) for p in self.points]
+        reference = replace(self.dense, latency=seconds(dense, "dense"))
+        return replace(self, points=tuple(points), dense=reference)
+
+    def to_json(self) -> str:
+        """Return the frontier as text."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the frontier as JSON."""
+        _write(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Frontier:
+        """Read what `save` wrote; anything else is refused."""
+        return cls._of(read_json_file(path), path)
+
+    @classmethod
+    def from_json(cls, text: str, path: str | os.PathLike[str]) -> Frontier:
+        """Return what `to_json` wrote; `path` says in errors where it came from."""
+        try:
+            record = parse_json(text, dict)
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged ({error}).") from error
+        return cls._of(record, path)
+
+    @classmethod
+    def _of(cls, record: Mapping[str, Any], path: str | os.PathLike[str]) -> Frontier:
+        try:
+            require_shape(record, {"format": str})
+            if record["format"] != _FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {record['format']!r}, this library reads {_FORMAT!r}."
+                )
+            require_shape(record, _SHAPE)
+            points = tuple(_read_point(point) for point in record["points"])
+            loaded = cls(points, _read_point(record["dense"]), record["method"], record["cost"])
+            if not points:
+                raise ValueError("there are no points")
+            if loaded.cost not in ("macs", "params"):
+                raise ValueError(f"cost {loaded.cost!r} is not known")
+            if any(getattr(p, loaded.cost) is None for p in (*points, loaded.dense)):
+                raise ValueError(f"there are no {loaded.cost}")
+            return loaded
+        except (ValueError, TypeError) as error:  # the second: a key that no point has
+            raise CheckpointError(f"{path} is damaged ({error}).") from error
+
+    def plot(
+        self, path: str | os.PathLike[str], *, beside: Mapping[str, Frontier] | None = None
+    ) -> None:
+        """Write a picture (SVG) of accuracy or loss over cost; `beside` adds others by name."""
+        frontiers = {self.method: self, **(beside or {})}
+        up = "accuracy"
+        if any(point.accuracy is None for f in frontiers.values() for point in f):
+            up = "loss"
+        curves = {
+            name: [
+                (self._cost_of(p) / max(1, self._cost_of(f.dense)), getattr(p, up)) for p in f.best
+            ]
+            for name, f in frontiers.items()
+        }
+        across = f"{'MACs' if self.cost == 'macs' else self.cost}, dense = 1"
+        _write(Path(path), svg(curves, title=f"{up} of submodels", across=across, up=up))
+
+    def table(self) -> Table:
+        """Return a table of the best submodels, thinned to twenty."""
+        best = self.best.points
+        stride = max(1, math.ceil(len(best) / 20))
+        keys = ["params", "macs", "bytes", "latency", "loss", "accuracy"]
+        keys = [key for key in keys if getattr(self.dense, key) is not None]
+        rows = [
+            (name, *(self._shown(point, key) for key in keys))
+            for name, point in [("dense", self.dense), *(("", p) for p in best[::stride])]
+        ]
+        header = ("", *(key.replace("macs", "MACs") for key in keys))
+        return Table(header, rows, right=range(1, len(header)))
+
+
+def _read_point(record: Mapping[str, Any]) -> Point:
+    """Check every field: a damaged file must not become a model of the wrong size."""
+    point = Point(**record)
+    counts = [point.params, point.bytes, *point.ranks.values()]
+    counts += [] if point.macs is None else [point.macs]
+    numbers_ = [v for v in (point.loss, point.accuracy, point.latency) if v is not None]
+    if min(counts) < 0 or not all(map(math.isfinite, numbers_)):
+        raise ValueError(f"a point has a value that cannot be: {record}")
+    return point
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as place, writing(path):
+        place.write_text(text, encoding="utf-8")

@@ -1,0 +1,283 @@
+"""MACs of a model's dense form, counted without doing any arithmetic where that is possible.
+
+MACs are the multiply-accumulates of weights: no bias, norm, activation, pooling or attention
+product. They are counted by torch's own flop counter on a copy on the meta device, in which every
+low-rank layer is dense, so that nothing is missed. A model that looks at values, or uses operations
+that torch cannot do without them, runs once on the example itself instead, as a copy on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from maestro_lod.errors import LayerError
+from maestro_lod.layers.registry import low_rank_type
+from maestro_lod.layers.uses import uses_of
+from maestro_lod.model.inputs import Call, Example, as_call
+from maestro_lod.model.replace import copy_on_meta, copy_without_hooks
+from maestro_lod.model.structure import restructure, structure_of, uninitialized
+
+# Products with a weight; products of two activations are batched ones or attention.
+_WEIGHT_OPS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution}
+_BATCHED_OPS = {torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+_LOOKUPS = {torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.index_select}
+
+
+@dataclass(frozen=True)
+class DenseMacs:
+    """MACs of a model's dense form on one input."""
+
+    total: int
+    layers: dict[str, int]
+    """By the module that owns the weight matrices, for the layers that are dense anyway."""
+    positions: dict[str, int]
+    """At how many positions each low-rank layer, and each head that shares one's factors, applies
+    its weight."""
+
+
+def dense_macs(model: nn.Module, example: Example) -> DenseMacs:
+    """Count the MACs of the model's dense form; the model itself does not run."""
+    call = as_call(example)
+    try:
+        try:
+            return _counted_macs(copy_on_meta(model), call.on_meta(), without_values=True)
+        except Exception:
+            # what the forward makes itself, such as a first state, may have to be there too; but
+            # then a model cannot look at constants of its own
+            with torch.device("meta"):
+                return _counted_macs(copy_on_meta(model), call.on_meta(), without_values=True)
+    except Exception as error:
+        return _macs_with_values(model, call, error)
+
+
+def _macs_with_values(model: nn.Module, call: Call, why: Exception) -> DenseMacs:
+    """Count on a copy that really runs, since the model could not run without values."""
+    given = {
+        "the model": (*model.parameters(), *model.buffers()),
+        "the example": [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)],
+    }
+    problem = f"MACs cannot be counted: {type(model).__name__} could not be run"
+    for what, tensors in given.items():
+        if any(tensor.is_meta for tensor in tensors):
+            raise LayerError(
+                f"{problem} without values ({type(why).__name__}: {why}), and {what} is on the "
+                f"meta device, which has none. Give {what} with real values, on any other device."
+            ) from why
+    try:
+        twin, call = copy_without_hooks(model, {}).cpu(), call.changed(Tensor.cpu)
+        with torch.random.fork_rng(devices=[]):
+            return _counted_macs(twin, call, without_values=False)
+    except Exception as error:
+        raise LayerError(f"{problem} on this example ({type(error).__name__}: {error}).") from error
+
+
+def _counted_macs(twin: nn.Module, call: Call, *, without_values: bool) -> DenseMacs:
+    """Count on a copy of the model, which is changed: its low-rank layers are made dense."""
+    uses = uses_of(twin)
+    opened = {name: form for name, form in structure_of(twin).items() if form.kind == "opened"}
+    # frozen, since some operations record gradients whatever the mode
+    twin = restructure(twin, opened, fill=uninitialized).eval().requires_grad_(False)
+    modules, counter = dict(twin.named_modules()), _Counter(twin.parameters())
+    for use in uses:
+        counter.locate(use.name, modules[use.caller], use.positions_of)
+    for name, module in modules.items():
+        if name in opened and module.applies_parts:
+            counter.watch_parts(name, module)
+        elif any(p is not None and p.ndim > 1 for p in module._parameters.values()):
+            counter.watch(name, module)
+    # fake tensors tell a model not to look at values, which transformers would do for its masks;
+    # torch itself does look at the lengths of packed sequences
+    fake = without_values and not call.is_packed
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    call = call if mode is None else call.changed(mode.from_tensor)
+    with (
+        torch.no_grad(),
+        _no_attention_fast_path(),
+        _no_fused_recurrence(),
+        _no_traces_of_fakes(),
+        mode or nullcontext(),
+        counter.products,
+    ):
+        twin(*call.args, **call.kwargs)
+    total = counter.so_far() + counter.more
+    return DenseMacs(total, counter.layers, {use.name: counter.positions[use.name] for use in uses})
+
+
+class _Counter:
+    """Hooks that note which module does which of the MACs that torch counts."""
+
+    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
+        self._flops = FlopCounterMode(display=False)
+        self._batched = _BatchedProducts(weights)
+        self.layers: dict[str, int] = {}
+        self.positions: dict[str, int] = {}
+        self.more = 0
+        """What layers of registered types do beyond what torch counts as products with weights."""
+        self._inner = [0]  # for each watched module that is running: the MACs of those inside it
+
+    @property
+    @contextmanager
+    def products(self) -> Iterator[None]:
+        """Count the products that are done within."""
+        with self._batched, self._flops:  # the last sees them first, and takes composites apart
+            yield
+
+    def so_far(self) -> int:
+        """Return the MACs of products with weights, as torch counts them."""
+        flops = self._flops.flop_counts["Global"]
+        return sum(n for op, n in flops.items() if op in _WEIGHT_OPS) // 2 + self._batched.macs
+
+    def locate(self, name: str, caller: nn.Module, positions_of: Callable[..., int]) -> None:
+        """Add up at how many positions a weight is applied whenever its caller is called."""
+        self.positions[name] = 0
+
+        def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.positions[name] += positions_of(*args, *kwargs.values())
+
+        caller.register_forward_pre_hook(add, with_kwargs=True)
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        """Note the MACs of a module that owns weights, without those of watched ones inside it."""
+        if low_rank_type(type(module)) is None:
+            self._book(module, lambda *inputs: None, lambda macs: {name: macs})
+            return
+        layer = uninitialized(name, module, 0)  # it knows what it does
+        self._book(
+            module,
+            lambda *inputs: layer.dense_macs(layer.positions_of(*inputs)),
+            lambda macs: {name: macs},
+        )
+
+    def watch_parts(self, prefix: str, module: Any) -> None:
+        """Note the MACs of the parts of a module that multiplies by their weights itself."""
+        sizes = {
+            f"{prefix}.{key}".lstrip("."): part.weight.numel()
+            for key, part in module.named_children()
+        }
+        whole = sum(sizes.values())
+        self._book(
+            module,
+            lambda *inputs: whole * module.positions_of(*inputs),
+            lambda macs: {name: macs * size // whole for name, size in sizes.items()},
+        )
+
+    def _book(
+        self,
+        module: nn.Module,
+        known: Callable[..., int | None],
+        split: Callable[[int], dict[str, int]],
+    ) -> None:
+        """Book what each call of a module does: as it knows from its inputs, else as counted."""
+        started: list[tuple[int, int]] = []
+
+        def enter(*_: Any) -> None:
+            started.append((self.so_far(), self.more))
+            self._inner.append(0)
+
+        def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+            before, more = started.pop()
+            counted, macs = self.so_far() - before, known(*args, *kwargs.values())
+            if macs is None:
+                macs = counted + self.more - more
+            else:
+                self.more = more + macs - counted
+            for name, own in split(macs - self._inner.pop()).items():
+                self.layers[name] = self.layers.get(name, 0) + own
+            self._inner[-1] += macs
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, with_kwargs=True)
+
+
+class _BatchedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the MACs of batched and grouped products in which one operand is made of weights.
+
+    Whatever operations other than products make of weights alone counts as weights: views, selected
+    experts, normalized weights; but not rows that are looked up in a table.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.macs = 0
+        self._weights = WeakIdKeyDictionary({weight: True for weight in weights})
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        values = [t for t in tensors if t.is_floating_point()]  # indices only select
+        op = getattr(func, "overloadpacket", func)
+        if op in _BATCHED_OPS:
+            if any(value in self._weights for value in values[-2:]):
+                self.macs += flop_registry[op](*args, **kwargs, out_val=result) // 2
+        elif "grouped_mm" in str(op):  # torch's own, or transformers' where that is missing
+            if any(value in self._weights for value in values[:2]):
+                self.macs += _grouped_macs(values[0], values[1], result)
+        elif op in _LOOKUPS and args[0].ndim == 2:
+            pass  # rows of a table, such as relative positions, are values that belong to the input
+        elif op not in _WEIGHT_OPS and values and all(value in self._weights for value in values):
+            self._weights.update({t: True for t in tree_leaves(result) if isinstance(t, Tensor)})
+        return result
+
+
+def _grouped_macs(left: Tensor, right: Tensor, product: Tensor) -> int:
+    """Count the MACs of rows (or columns) each of which meets one matrix of a stack."""
+    if right.ndim == 3:
+        return left.numel() * product.shape[-1]
+    return right.numel() * product.shape[-2]
+
+
+@contextmanager
+def _no_attention_fast_path() -> Iterator[None]:
+    """Make torch's transformer layers call their sublayers, whose MACs are then seen."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextmanager
+def _no_fused_recurrence() -> Iterator[None]:
+    """Make recurrent layers multiply step by step: oneDNN's LSTM is one operation without a count.
+
+    Not by `torch.backends.mkldnn.flags`, which also sets what only Intel's GPUs have, and warns.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextmanager
+def _no_traces_of_fakes() -> Iterator[None]:
+    """Keep torch from printing why an operation needs values: the model is then run with some."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled

@@ -1,0 +1,249 @@
+"""What each layer of a model is, by name; and the one function that changes it.
+
+A structure lists what differs from the dense model. Decomposing, fusing, extracting, loading and
+rebuilding all say which structure they want, and how a dense layer gets factors; what has to be
+exchanged for it, opened, closed and handed over is decided here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
+
+from torch import nn
+
+from maestro_lod.errors import LayerError, listed
+from maestro_lod.layers.embedding import SharedHead
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.plain import switch_off_fast_paths
+from maestro_lod.layers.ranks import low_rank_layers, unwrapped
+from maestro_lod.layers.registry import low_rank_type, opened_type
+from maestro_lod.layers.uses import role_of
+from maestro_lod.model.replace import copy_without_hooks, hand_over, last_of, own_memory
+
+
+class Form(NamedTuple):
+    """What one layer is."""
+
+    kind: Literal["low-rank", "factored", "dense", "opened", "shared"]
+    rank: int | None = None
+    """Of a layer that is low-rank or factored into plain ones, or at which its dense weight is."""
+    factors_of: str | None = None
+    """The embedding whose factors a shared head uses."""
+
+
+Structure: TypeAlias = dict[str, Form]
+"""The layers that differ from the dense model's. "dense" says that a layer is one of torch's own,
+also where the model's dense layer is another library's."""
+
+OPENED = Form("opened")
+
+Fill: TypeAlias = Callable[[str, nn.Module, int], LowRank]
+"""Makes a low-rank layer of a dense one: given its name, the layer and the rank."""
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """Read the structure of a low-rank model."""
+    model = unwrapped(model)
+    modules = dict(model.named_modules())
+    name_of = {id(layer): name for name, layer in low_rank_layers(model).items()}
+    structure: Structure = {}
+    for name, module in modules.items():
+        role, layer = role_of(module), cast("Any", module)
+        if role == "low-rank":
+            structure[name] = Form("low-rank", layer.rank)
+        elif role == "opened":
+            structure[name] = OPENED
+        elif role == "shared":
+            if id(layer.embedding) not in name_of:
+                raise LayerError(
+                    f"{name} shares the factors of an embedding that is not part of this "
+                    f"{type(model).__name__}. Take the model that holds both."
+                )
+            structure[name] = Form("shared", factors_of=name_of[id(layer.embedding)])
+    return structure
+
+
+def without_needless(structure: Structure) -> Structure:
+    """Leave out opened layers of which no part is left that needs it."""
+    holders = {
+        name.rpartition(".")[0]
+        for name, form in structure.items()
+        if form.kind in ("low-rank", "factored")
+    }
+    return {n: form for n, form in structure.items() if form != OPENED or n in holders}
+
+
+def svd(name: str, dense: nn.Module, rank: int) -> LowRank:
+    """Fill the factors with the leading singular directions of the dense weight."""
+    kind = low_rank_type(type(dense))
+    assert kind is not None
+    return kind.from_dense(dense, rank)
+
+
+def uninitialized(name: str, dense: nn.Module, rank: int) -> LowRank:
+    """Leave the factors undefined: they will be loaded, or only their shapes count."""
+    kind = low_rank_type(type(dense))
+    assert kind is not None
+    return kind.like(dense, rank)
+
+
+def restructure(model: nn.Module, wanted: Structure, *, fill: Fill) -> nn.Module:
+    """Give a model this structure, in place; returns the model, or what a bare layer became.
+
+    Everything new is made before anything is exchanged: if that fails, the model is as it was.
+    """
+    model = unwrapped(model)
+    exchanged = _exchanged(model, wanted, fill)
+    for exchange in exchanged:
+        hand_over(exchange.old, exchange.new, added_by=exchange.source)
+    new = {id(exchange.old): exchange.new for exchange in exchanged}
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if id(child) in new:
+                parent._modules[key] = new[id(child)]
+    changed = new.get(id(model), model)
+    switch_off_fast_paths(changed, wanted)
+    return changed
+
+
+def restructured_copy(model: nn.Module, wanted: Structure) -> nn.Module:
+    """Return a deep copy of a model with this structure, without hooks; the model is untouched."""
+    model = unwrapped(model)
+    memo: dict[int, Any] = {}
+    exchanged = _exchanged(model, wanted, uninitialized)
+    for old, new, _ in exchanged:
+        memo[id(old)] = new
+        bias = old._parameters.get("bias")
+        if bias is not None:  # a bias that layers share stays shared
+            last_of(new).bias = memo.setdefault(id(bias), last_of(new).bias)
+    return copy_without_hooks(model, memo, [exchange.old for exchange in exchanged])
+
+
+class _Exchange(NamedTuple):
+    old: nn.Module
+    new: nn.Module
+    source: nn.Module
+    """Who knows what a user had put on the old layer."""
+
+
+@dataclass
+class _Exchanges:
+    """What has to be exchanged in a model, found step by step."""
+
+    modules: dict[str, nn.Module]
+    wanted: Structure
+    fill: Fill
+
+    def __post_init__(self) -> None:
+        self.of: dict[int, _Exchange] = {}
+
+    def put(self, old: nn.Module, new: nn.Module, source: nn.Module | None = None) -> None:
+        self.of[id(old)] = _Exchange(old, new, source or old)
+
+    def now(self, module: nn.Module) -> nn.Module:
+        """Return what a module will be."""
+        return self.of[id(module)].new if id(module) in self.of else module
+
+    def open_layers(self) -> dict[str, nn.Module]:
+        """Open layers with several weights: their parts, on the same memory, are modules too."""
+        opened = {}
+        for name, form in self.wanted.items():
+            module = self.modules.get(name)
+            kind = opened_type(type(module)) if form == OPENED else None
+            if kind is not None:
+                opened[name] = kind(self.modules[name])
+                for key, part in opened[name].named_children():
+                    self.modules[f"{name}.{key}".lstrip(".")] = part
+        return opened
+
+    def change_layer(self, name: str, module: Any) -> None:
+        """Make a layer low-rank, factored or dense."""
+        form = self.wanted.get(name)
+        if role_of(module) == "low-rank":
+            if form is None:
+                self.put(module, module.dense())
+            elif form.kind in ("factored", "dense"):
+                self.put(module, module.plain(form.kind, form.rank))
+            return
+        if form is None or low_rank_type(type(module)) is None:
+            return
+        if form.kind == "low-rank":
+            self.put(module, self.fill(name, module, form.rank or 0))
+        elif form.kind == "factored" or (form.kind == "dense" and not _is_of_torch(module)):
+            layer = self.fill(name, module, form.rank or 1)
+            hand_over(module, layer)
+            plain = layer.plain(form.kind, form.rank)
+            self.put(module, plain, source=layer)
+
+    def change_head(self, name: str, module: Any) -> None:
+        """Let an output head use the factors of its embedding, or a weight of its own again."""
+        form = self.wanted.get(name)
+        wanted, now = form is not None and form.kind == "shared", role_of(module) == "shared"
+        if form is not None and wanted and not now:
+            factors: Any = self.now(self.modules[form.factors_of or ""])
+            self.put(module, SharedHead(factors, module._parameters.get("bias")))
+        elif now and not wanted:
+            embedding = self.now(module.embedding)
+            same = embedding is module.embedding
+            self.put(module, module.plain(module.embedding.dense() if same else embedding))
+
+    def close_layer(self, name: str, module: Any) -> None:
+        """Make an opened layer torch's own again, where its parts allow it."""
+        parts = {key: self.now(part) for key, part in module.named_children()}
+        if name not in self.wanted and (closed := module.closed(parts)) is not None:
+            self.put(module, closed)
+
+
+def _exchanged(model: nn.Module, wanted: Structure, fill: Fill) -> list[_Exchange]:
+    """Make whatever has to stand in the place of something else; changes nothing in the model."""
+    there = dict(model.named_modules())
+    exchanges = _Exchanges(dict(there), wanted, fill)
+    opened = exchanges.open_layers()
+    _require_possible(exchanges.modules, wanted)
+    for name, module in exchanges.modules.items():
+        exchanges.change_layer(name, module)
+    for name, module in there.items():
+        exchanges.change_head(name, module)
+    for name, layer in opened.items():
+        parts = dict(layer.named_children())
+        for key, part in parts.items():
+            made = exchanges.of.pop(id(part), None)
+            own_memory(part, ("weight", "bias") if made is None else ("bias",))  # it has views
+            if made is not None:
+                hand_over(part, made.new, added_by=made.source)
+                layer._modules[key] = made.new
+        exchanges.put(there[name], layer)
+    for name, module in there.items():
+        if role_of(module) == "opened":
+            exchanges.close_layer(name, module)
+    return list(exchanges.of.values())
+
+
+def _require_possible(modules: Mapping[str, nn.Module], wanted: Structure) -> None:
+    """Refuse a structure that the model cannot have."""
+    for name, form in wanted.items():
+        module = modules.get(name)
+        kind, role = low_rank_type(type(module)), role_of(module)
+        possible = {
+            "low-rank": kind is not None or role == "low-rank",
+            "factored": kind is not None or role == "low-rank",
+            "dense": module is not None,
+            "opened": opened_type(type(module)) is not None or role == "opened",
+            "shared": (isinstance(module, SharedHead.replaces) or role == "shared")
+            and wanted.get(form.factors_of or "", OPENED).kind == "low-rank",
+        }
+        if not possible[form.kind]:
+            what = "is missing" if module is None else f"is a {type(module).__name__}"
+            layers = [n for n, f in wanted.items() if f.kind in ("low-rank", "factored")]
+            raise LayerError(
+                f"it has a layer {name!r} that is {form.kind}, which {what} here. Its low-rank "
+                f"layers: {listed(layers)}."
+            )
+
+
+def _is_of_torch(layer: nn.Module) -> bool:
+    return type(layer).__module__.partition(".")[0] == "torch" or type(layer).__module__.startswith(
+        __package__
+    )

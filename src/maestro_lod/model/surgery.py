@@ -1,0 +1,195 @@
+"""Dense model -> low-rank model -> plain model: decompose, fuse, extract."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.errors import LayerError
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import (
+    Ranks,
+    require_all_active,
+    require_low_rank,
+    resolve_for,
+    unwrapped,
+)
+from maestro_lod.model.cost import By, better_forms
+from maestro_lod.model.structure import (
+    Fill,
+    Form,
+    Structure,
+    restructure,
+    restructured_copy,
+    structure_of,
+    svd,
+    uninitialized,
+    without_needless,
+)
+from maestro_lod.model.survey import Plan, Tied, Where
+from maestro_lod.progress import Telling
+
+
+class Calibrated(Protocol):
+    """What knows how to split the layers of a model; `calibrate` returns one."""
+
+    def fill(self) -> Fill:
+        """Return what makes low-rank layers of dense ones."""
+
+
+def decompose(
+    model: nn.Module,
+    *,
+    only: Where | None = None,
+    skip: Where | None = None,
+    ranks: Ranks | None = None,
+    tied: Tied = "keep",
+    calibration: Calibrated | None = None,
+) -> nn.Module:
+    """Replace layers by low-rank ones, in place; outputs are unchanged.
+
+    Linear, convolution, attention, recurrent and embedding layers are replaced, attention and
+    recurrent ones weight by weight, and kinds of your own (`maestro_lod.layers.register`). Returns
+    the model (a bare layer cannot change in place: use what is returned). `only` and `skip` choose
+    layers by glob pattern, which may also name a module that contains them, or by a predicate
+    `(name, module) -> bool`. `ranks` below the full rank keep the leading singular directions: one
+    value for all, or a mapping by name or pattern; an int is a rank, a float in (0, 1) a share of
+    the full rank. `tied="share"` gives an embedding and the output head that is tied to it one
+    factor pair; by default both are left alone, as is anything else that is tied. Layers that are
+    low-rank already are kept. What is left alone, and why, is told by `survey` with the same
+    arguments.
+
+    With `calibration`, which `calibrate(model, batches)` returns, ranks are ordered by what the
+    layers make of that data instead of by their weights: each number of ranks is the best for the
+    data. Use it for weights that were trained already.
+
+    Create the optimizer afterwards: the factors are new Parameters.
+
+    >>> model = decompose(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
+    """
+    plan = Plan(model, only=only, skip=skip, ranks=ranks, tied=tied)
+    wanted = _require_possible(model, plan)
+    fill = svd if calibration is None else calibration.fill()
+    changed = restructure(model, plan.structure(), fill=_telling(fill, len(wanted)))
+    return model if changed is unwrapped(model) else changed
+
+
+def _require_possible(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """Return which layers are decomposed to which rank; refuse a plan that cannot be meant."""
+    wanted = plan.wanted()
+    if plan.without_effect:
+        raise LayerError(
+            f"{plan.without_effect} is for layers that are low-rank already, at another rank. Use "
+            "at_ranks, set_ranks or extract to run them at smaller ones."
+        )
+    if not wanted and not any(row.low_rank for row in plan.rows.values()):
+        raise LayerError(_why_nothing(model, plan))
+    require_usable_weights(plan)
+    return wanted
+
+
+def _telling(fill: Fill, count: int) -> Fill:
+    """Return a fill that tells how many of the layers are done."""
+    tell, done = Telling("decompose"), itertools.count(1)
+
+    def told(name: str, dense: nn.Module, rank: int) -> LowRank:
+        number = next(done)
+        tell(lambda: f"layer {number} of {count}, {name}")
+        return fill(name, dense, rank)
+
+    return told
+
+
+def _why_nothing(model: nn.Module, plan: Plan) -> str:
+    rows = plan.rows.values()
+    reasons = [f"{row.name or '(the model itself)'}: {row.left_alone}" for row in rows]
+    return f"no layer of {type(model).__name__} can be decomposed. " + (
+        f"Left alone: {'; '.join(reasons[:6])}." if reasons else "It has no weight matrix."
+    )
+
+
+def fuse(model: nn.Module, *, by: By = "params") -> nn.Module:
+    """Turn low-rank layers back to dense wherever that is better, in place; outputs are unchanged.
+
+    A layer becomes dense iff m·n < r·(m+n). Both factors of a layer run at the same positions, so
+    parameters and MACs agree on this, except for embeddings, which are no cheaper to run factored:
+    by "macs" they become dense. `by=lod.latency(model, example)` decides by what was measured on
+    this machine instead, and a mapping of all low-rank layers to "dense" or "factored" as it says.
+    Meant for the end of training: an optimizer that holds the factors does not follow.
+    """
+    layers = require_low_rank(model)
+    require_all_active(model, "fuse")
+    _require_not_compiled_alone(model)
+    wanted = structure_of(model)
+    ranks = {name: layer.rank for name, layer in layers.items()}
+    forms = better_forms(model, ranks, by, copied=False)
+    for name, form in forms.items():
+        if form == "dense":
+            del wanted[name]
+    heads = [name for name, form in wanted.items() if form.kind == "shared"]
+    for name in heads:
+        if wanted[name].factors_of not in wanted:
+            del wanted[name]
+    fused = restructure(model, without_needless(wanted), fill=uninitialized)
+    return model if fused is unwrapped(model) else fused
+
+
+def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") -> nn.Module:
+    """Return a deep copy made of plain `nn` layers at these ranks; the model is untouched.
+
+    A layer becomes one dense layer where that is better (`by` as in `fuse`), else a `Sequential` of
+    two. `ranks` as for `decompose`: a share is one of the full rank, whatever is stored. Layers
+    that it does not name keep their stored rank; rank 0 becomes one rank of zeros, since no plain
+    layer has none. Hooks are left out, except those by which torch computes weights (weight norm
+    and the like). The copy runs and pickles without this library, except where attention, a
+    recurrent layer or experts keep low-rank weights: they are then `maestro_lod.layers.Attention`,
+    `Recurrent` or `Experts`, in files of their own that need torch alone; a recurrent layer
+    multiplies its factors out once, when it first runs. A head that shares an embedding's factors
+    shares the large one; the small one is there twice, since plain layers want it transposed.
+    """
+    model = unwrapped(model)
+    require_low_rank(model)
+    plain_model = restructured_copy(model, deployed_structure(model, resolve_for(model, ranks), by))
+    filled = [p for p in model.parameters() if p.numel()]
+    if filled and not any(p.requires_grad for p in filled):
+        plain_model.requires_grad_(False)  # layers without ranks too, which cannot be asked
+    return plain_model
+
+
+def deployed_structure(model: nn.Module, ranks: Mapping[str, int], by: By = "params") -> Structure:
+    """Return the structure that `extract` gives a low-rank model at these ranks."""
+    wanted = {n: form for n, form in structure_of(model).items() if form.kind == "opened"}
+    for name, form in better_forms(model, ranks, by).items():
+        wanted[name] = Form(form, ranks[name])
+    return without_needless(wanted)
+
+
+def _require_not_compiled_alone(model: nn.Module) -> None:
+    for name, module in unwrapped(model).named_modules():
+        inner = unwrapped(module)
+        if inner is not module and hasattr(type(inner), "handed_over"):
+            raise LayerError(
+                f"{name} was compiled by itself: its compiled code would go on with the factors. "
+                "Compile the model or the part that holds it, or fuse before you compile."
+            )
+
+
+def require_usable_weights(plan: Plan) -> None:
+    """Collect every layer whose weight cannot be factored, then refuse them together."""
+    problems = []
+    for name in plan.wanted():
+        weight = plan.dense[name].weight
+        assert isinstance(weight, Tensor)
+        if weight.is_meta:
+            problems.append(f"{name or '(the model itself)'} is on the meta device")
+        elif not bool(torch.isfinite(weight.detach()).all()):
+            problems.append(f"{name or '(the model itself)'} has NaN or infinite weights")
+    if problems:
+        raise LayerError(
+            f"{'; '.join(problems[:6])}{f'; … ({len(problems)})' if len(problems) > 6 else ''}. "
+            "Load or initialize the weights first, or leave these layers out with skip=[...]."
+        )

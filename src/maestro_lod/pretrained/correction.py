@@ -1,0 +1,209 @@
+"""Layers of a cut model fitted one after the other to what the original computes.
+
+A layer behind cut ones gets other inputs than it was made for. With the inputs x of the original
+and x̃ of the cut model, the layer that comes closest to the original's outputs W·x is the regression
+M = W·E[x·x̃ᵀ]·E[x̃·x̃ᵀ]⁻¹, and the best one of rank k is M split by the inputs that are there, x̃.
+Where there is a bias, it takes over the means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from maestro_lod.errors import DataError, OptionError
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import (
+    at_ranks,
+    low_rank_layers,
+    resolve_for,
+    unwrapped,
+)
+from maestro_lod.model.inputs import call, device_of, in_mode, on_device, split_batch
+from maestro_lod.model.structure import OPENED, restructured_copy, structure_of
+from maestro_lod.sizes.calibration import Batches, Calibration
+from maestro_lod.sizes.whitening import whitened_factors
+from maestro_lod.train.evaluate import recalibrate
+
+# How strongly a fitted layer is held to the original one, against what its inputs say.
+_HOLD = 0.1
+_ENOUGH = 4  # positions for each input of a layer: by fewer nothing can be fitted
+
+
+@torch.no_grad()
+def correct(
+    model: nn.Module,
+    teacher: nn.Module,
+    batches: Batches,
+    *,
+    calibration: Calibration | None = None,
+    sizes: Sequence[Mapping[str, int | float]] = ({},),
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> int:
+    """Fit linear layers and convolutions of a cut model to the original, in place and in order.
+
+    The model keeps its ranks, and each number of ranks stays the best of its layer; BatchNorms get
+    statistics of their own. Gradients in `calibration` weigh errors of outputs as they did when
+    the model was decomposed. For a model that is to be cut further, `sizes` are those ranks, and
+    layers are fitted to what they see in all these sizes. Layers of other kinds, those that one
+    call of the model uses more than once, and those with few positions in the data for each of
+    their inputs, stay as they are. `progress` is told how many layers of how many are done. Returns
+    how many were fitted.
+    """
+    model, teacher = unwrapped(model), unwrapped(teacher)
+    at_sizes = [resolve_for(model, ranks) for ranks in sizes]
+    data = [split_batch(batch)[0] for batch in batches]
+    if not data:
+        raise DataError("there is nothing to correct on: the data has no batch.")
+    if not at_sizes:
+        raise OptionError("sizes=[] leaves nothing to correct. Give ranks, or leave it out.")
+    original = _opened_alike(teacher, model)
+    with in_mode(model, training=False), in_mode(original, training=False):
+        for module in model.modules():  # so that later layers see what they will in the end
+            module.training = isinstance(module, _BatchNorm)
+        groups = _in_order(model, data[0])
+        done, fitted, count = 0, 0, sum(map(len, groups))
+        for group in groups:
+            pair = _Pair.seen(original, model, group[0], data, at_sizes)
+            if pair.count >= _ENOUGH * len(at_sizes) * pair.cut.shape[1]:
+                for name in group:
+                    _fit(model, original, name, pair, calibration)
+                fitted += len(group)
+            done += len(group)
+            progress(done, count)
+    recalibrate(model, [(inputs, None) for inputs in data])
+    return fitted
+
+
+def _opened_alike(teacher: nn.Module, model: nn.Module) -> nn.Module:
+    """Return the teacher, or a copy of it in which the modules are opened that the model opened."""
+    opened = {name: form for name, form in structure_of(model).items() if form == OPENED}
+    return restructured_copy(teacher, opened) if opened else teacher
+
+
+def _in_order(model: nn.Module, inputs: Any) -> list[list[str]]:
+    """Return the layers in order of use; those that get the same input stand together."""
+    layers = {name: layer for name, layer in low_rank_layers(model).items() if layer.positionwise}
+    calls: list[tuple[str, Any]] = []  # inputs are kept, so that no other gets their place
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            _hook(hooks, layer, lambda x, called=name: calls.append((called, x)))  # type: ignore[misc]
+        call(model, on_device(inputs, device_of(model)))
+    names = [name for name, _ in calls]
+    groups: list[list[str]] = []
+    last: Tensor | None = None
+    for name, x in calls:
+        if names.count(name) > 1:
+            continue
+        if x is last and layers[groups[-1][0]].reads() == layers[name].reads():
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        last = x
+    return groups
+
+
+def _hook(hooks: ExitStack, layer: nn.Module, look: Callable[[Tensor], Any]) -> None:
+    def called(module: nn.Module, args: Any, kwargs: Any) -> None:
+        look(next(iter((*args, *kwargs.values()))))
+
+    hooks.callback(layer.register_forward_pre_hook(called, with_kwargs=True).remove)
+
+
+class _Reached(BaseException):
+    """Ends a forward at the layer that is looked at: what comes behind is not needed."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs = inputs
+
+
+def _inputs_at(model: nn.Module, name: str, inputs: Any) -> Tensor:
+    def stop(x: Tensor) -> None:
+        raise _Reached(x)
+
+    with ExitStack() as hooks:
+        _hook(hooks, model.get_submodule(name), stop)
+        try:
+            call(model, on_device(inputs, device_of(model)))
+        except _Reached as reached:
+            return reached.inputs
+    raise DataError(f"layer {name} is not reached by every batch: correct it with other data.")
+
+
+@dataclass
+class _Pair:
+    """Sums over what a layer sees in the original, x, and in the cut model, x̃, for each group."""
+
+    both: Tensor  # Σ x·x̃ᵀ (groups, n, n)
+    cut: Tensor  # Σ x̃·x̃ᵀ
+    mean: Tensor  # Σ x (groups, n), later the mean
+    cut_mean: Tensor
+    count: int
+
+    @classmethod
+    def seen(
+        cls,
+        original: nn.Module,
+        model: nn.Module,
+        name: str,
+        data: Iterable[Any],
+        sizes: Iterable[Mapping[str, int]],
+    ) -> _Pair:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, LowRank)
+        n, device = layer.matrix_shape[1], layer.u.device
+        square = torch.zeros(2, layer.groups, n, n, dtype=torch.float64, device=device)
+        line = torch.zeros(2, layer.groups, n, dtype=torch.float64, device=device)
+        pair = cls(square[0], square[1], line[0], line[1], 0)
+        for inputs in data:
+            x = _inputs_at(original, name, inputs)
+            for ranks in sizes:
+                with at_ranks(model, ranks):
+                    cut = _inputs_at(model, name, inputs)
+                for rows, cut_rows in zip(layer.input_rows(x), layer.input_rows(cut), strict=True):
+                    pair._add(torch.stack([*rows]).float(), torch.stack([*cut_rows]).float())
+        pair.mean /= pair.count
+        pair.cut_mean /= pair.count
+        return pair
+
+    def _add(self, rows: Tensor, cut: Tensor) -> None:
+        self.both += rows.mT @ cut
+        self.cut += cut.mT @ cut
+        self.mean += rows.sum(1)
+        self.cut_mean += cut.sum(1)
+        self.count += rows.shape[1]
+
+    def moments(self, *, centered: bool) -> tuple[Tensor, Tensor]:
+        """Return E[x·x̃ᵀ] and E[x̃·x̃ᵀ], around the means or not."""
+        both, cut = self.both / self.count, self.cut / self.count
+        if centered:
+            both = both - self.mean[:, :, None] * self.cut_mean[:, None]
+            cut = cut - self.cut_mean[:, :, None] * self.cut_mean[:, None]
+        return both, cut
+
+
+def _fit(
+    model: nn.Module, original: nn.Module, name: str, pair: _Pair, calibration: Calibration | None
+) -> None:
+    layer, dense = model.get_submodule(name), original.get_submodule(name)
+    assert isinstance(layer, LowRank)
+    weight, bias = dense.weight, dense._parameters.get("bias")
+    assert isinstance(weight, Tensor)
+    matrices = layer.to_matrices(weight).double()
+    both, cut = pair.moments(centered=bias is not None)
+    hold = torch.eye(cut.shape[1], dtype=cut.dtype, device=cut.device)
+    hold = hold * (_HOLD * cut.diagonal(dim1=1, dim2=2).mean()).clamp_min(1e-12)
+    regression = torch.linalg.solve(cut + hold, (matrices @ (both + hold)).mT).mT
+    seen = None if calibration is None else calibration.moments.get(name)
+    outputs = None if seen is None else seen.outputs
+    layer._set_matrices(*whitened_factors(regression, layer.rank, cut, outputs))
+    if bias is not None and layer.bias is not None:
+        now = layer.to_matrices(layer.weight).double()
+        moved = matrices @ pair.mean[:, :, None] - now @ pair.cut_mean[:, :, None]
+        layer.bias.copy_(bias + moved.flatten().to(bias.dtype))

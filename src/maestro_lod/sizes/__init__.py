@@ -1,0 +1,1 @@
+"""Which ranks to keep for which size."""

@@ -1,0 +1,121 @@
+"""Which layers get the ranks: of all that fit a cost, those that lose the least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.model.cost import Costs
+from maestro_lod.sizes.rank_order import lost_energy
+
+_FULL = 0.95  # times the limit: how much of it the model should use
+_GRAIN = 8192  # steps into which a cost is divided
+
+
+class Allocation:
+    """The ranks that lose the least within any limit up to `most`.
+
+    `lost[name]` says which share of itself a layer loses if it keeps 0, 1, … ranks; the model keeps
+    the product of what its layers keep. So no layer that others depend on is given up: to lose all
+    of one is to lose all. `cost_of(name, rank)` says what a layer costs, `rest` what is not
+    low-rank. All combinations are compared: layer by layer, the least loss is noted for every cost
+    that can be reached.
+    """
+
+    def __init__(
+        self,
+        lost: Mapping[str, Tensor],
+        choices: Mapping[str, range],
+        cost_of: Callable[[str, int], int],
+        *,
+        most: int,
+        rest: int = 0,
+    ) -> None:
+        self._choices, self._cost_of, self._rest = choices, cost_of, rest
+        self._grain = max(1, math.ceil((most - rest) / _GRAIN))
+        places = max(0, most - rest) // self._grain + 1
+        self._least = torch.full((places,), math.inf, device="cpu")
+        self._least[0] = 0.0
+        self._ways: dict[str, Tensor] = {}
+        for name, choice in choices.items():
+            losses = -(1 - lost[name].double().cpu()).clamp(min=1e-12).log()
+            self._add(name, choice, losses)
+
+    def _add(self, name: str, choice: range, losses: Tensor) -> None:
+        before, places = self._least, len(self._least)
+        best = torch.full_like(before, math.inf)
+        way = torch.zeros(places, dtype=torch.int64, device="cpu")
+        for rank in choice:
+            moved = self._grains(name, rank)
+            if moved < places:
+                new = before[: places - moved] + float(losses[rank])
+                better = new <= best[moved:]
+                best[moved:][better] = new[better]
+                way[moved:][better] = rank
+        self._least, self._ways[name] = best, way
+
+    def _grains(self, name: str, rank: int) -> int:
+        return math.ceil(self._cost_of(name, rank) / self._grain)
+
+    def within(self, limit: int) -> dict[str, int]:
+        """Return the best ranks within a limit, and using nearly all of it if any do.
+
+        The cheapest ones where none fit.
+        """
+        least = self._least[: max(0, limit - self._rest) // self._grain + 1]
+        full = max(0, math.ceil((_FULL * limit - self._rest) / self._grain))
+        place = full + int(least[full:].argmin()) if full < len(least) else 0
+        if not bool(least[place].isfinite()):
+            place = int(least.argmin())
+        if not bool(least[place].isfinite()):
+            return {n: min(c, key=lambda r: self._cost_of(n, r)) for n, c in self._choices.items()}
+        ranks: dict[str, int] = {}
+        for name, way in reversed(self._ways.items()):
+            ranks[name] = int(way[place])
+            place -= self._grains(name, ranks[name])
+        return {name: ranks[name] for name in self._choices}
+
+
+def allocation(
+    model: nn.Module, costs: Costs, kind: str, *, most: int, min_rank: int = 1
+) -> Allocation:
+    """Return how a model's ranks are best spent on "params" or "macs", by its own weights."""
+    return Allocation(
+        {name: lost_energy(layer) for name, layer in low_rank_layers(model).items()},
+        rank_choices(model, min_rank),
+        lambda name, rank: int(getattr(costs.layer(name, rank), kind)),
+        most=most,
+        rest=int(getattr(costs.rest, kind)),
+    )
+
+
+def rank_choices(model: nn.Module, min_rank: int = 1) -> dict[str, range]:
+    """Return the ranks that each layer can be cut to; one that is frozen keeps what it has."""
+    return {name: _choice(layer, min_rank) for name, layer in low_rank_layers(model).items()}
+
+
+def _choice(layer: LowRank, min_rank: int) -> range:
+    least = layer.rank if _is_frozen(layer) else min(min_rank, layer.rank)
+    return range(least, layer.rank + 1)
+
+
+def _is_frozen(layer: LowRank) -> bool:
+    return not (layer.u.requires_grad or layer.v.requires_grad)
+
+
+def frozen_layers(model: nn.Module) -> list[str]:
+    """Return the low-rank layers that are not trained, which keep all their ranks."""
+    return [name for name, layer in low_rank_layers(model).items() if _is_frozen(layer)]
+
+
+def smallest_cost(model: nn.Module, costs: Costs, kind: str, min_rank: int = 1) -> int:
+    """Return what the model costs at least, every layer at the rank that is cheapest for it."""
+    return int(getattr(costs.rest, kind)) + sum(
+        min(int(getattr(costs.layer(name, rank), kind)) for rank in choice)
+        for name, choice in rank_choices(model, min_rank).items()
+    )

@@ -1,0 +1,131 @@
+"""Which size of a frontier to deploy, and in which form each of its layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from torch import nn
+
+from maestro_lod.errors import OptionError, listed
+from maestro_lod.layers.lowrank import PlainForm
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.layers.ranks import ranks as ranks_of
+from maestro_lod.model.cost import Costs, better_forms, cost_of
+from maestro_lod.model.frontier import Frontier
+from maestro_lod.model.inputs import Example
+from maestro_lod.model.limits import Point, require_limits
+from maestro_lod.model.macs import dense_macs
+from maestro_lod.model.surgery import extract
+from maestro_lod.sizes.latency import latency, round_ranks
+from maestro_lod.sizes.measured import Latency
+
+Judge = Callable[[Mapping[str, int]], Point]
+"""Evaluates a submodel that was not searched: ranks in, loss and accuracy out."""
+
+
+def choose(
+    model: nn.Module,
+    sizes: Frontier | None,
+    limits: Mapping[str, float],
+    example: Example,
+    multiple: int | None = None,
+    judge: Judge | None = None,
+    *,
+    fast: bool = False,
+) -> tuple[dict[str, int], Point | None, nn.Module]:
+    """Choose the best size within limits, or the model as it was trained if there are none.
+
+    Returns the ranks, the point that was chosen if one was, and the plain model.
+    """
+    if limits:
+        require_limits(limits)
+        if sizes is None:
+            raise OptionError(f"{listed(limits)} need sizes to choose from: frontier(…).")
+    if not (low_rank_layers(model) or limits or fast or multiple):
+        return {}, None, copy.deepcopy(model)
+    measured = latency(model, example) if fast or "max_latency" in limits else None
+    if not limits or sizes is None:
+        ranks = ranks_of(model)
+        if multiple is not None:
+            ranks = round_ranks(model, ranks, multiple=multiple)
+        return ranks, None, extract(model, ranks, by=measured or "params")
+    if measured is not None:  # the times of the frontier are those of another batch
+        sizes = sizes.with_latency(measured.predict, measured.dense)
+    point, plain = Choice(model, sizes, limits, example, measured, multiple, judge).best()
+    return point.ranks, point, plain
+
+
+@dataclass
+class Choice:
+    """The best size of a frontier within limits: in the smallest forms, or in the fastest.
+
+    Where times were `measured`, layers that are slower factored are multiplied out, as far as
+    limits on the size allow.
+    """
+
+    model: nn.Module
+    sizes: Frontier
+    limits: Mapping[str, float]
+    example: Example
+    measured: Latency | None = None
+    multiple: int | None = None
+    judge: Judge | None = None
+    costs: Costs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sizes.point(**self.limits)  # refuses limits that no size meets even as it was found
+        self.costs = Costs(self.model, dense_macs(self.model, self.example))
+
+    def best(self) -> tuple[Point, nn.Module]:
+        """Return the best size that is within the limits as it is deployed, and its plain model."""
+        tried: list[Point] = []
+        for point in self.sizes.within(self.limits):
+            ranks = point.ranks
+            if self.multiple is not None:
+                ranks = round_ranks(self.model, ranks, multiple=self.multiple)
+            if any(ranks == other.ranks for other in tried):
+                continue
+            size, forms = self._in_forms(replace(point, ranks=ranks))
+            if ranks != point.ranks and self.judge is not None and self._holds(size, self.limits):
+                again = self.judge(ranks)  # what a rounded size is worth was not searched
+                size = replace(size, loss=again.loss, accuracy=again.accuracy)
+            if self._holds(size, self.limits):
+                plain = extract(self.model, ranks, by=forms)
+                size = replace(size, **asdict(cost_of(plain, self.example)))
+                if self._holds(size, self.limits):
+                    return size, plain
+            tried.append(size)
+        why = replace(self.sizes, points=tuple(tried)).why_none(self.limits, together=True)
+        rounded = f" with its ranks rounded to multiples of {self.multiple}"
+        raise OptionError(
+            f"{why} That is as it would be deployed{rounded if self.multiple else ''}. Give wider "
+            f"limits{', or another multiple to round to' if self.multiple else ''}."
+        )
+
+    def _in_forms(self, point: Point) -> tuple[Point, dict[str, PlainForm]]:
+        """Choose the form of each layer.
+
+        Returns the point with the costs of this, whether or not it is within the limits.
+        """
+        forms, measured = better_forms(self.model, point.ranks), self.measured
+
+        def in_forms(forms: Mapping[str, PlainForm]) -> Point:
+            seconds = None if measured is None else measured.predict(point.ranks, forms=forms)
+            return replace(point, latency=seconds, **asdict(self.costs.at(point.ranks, forms)))
+
+        if measured is None:
+            return in_forms(forms), forms
+        by_size = ("max_params", "max_macs", "max_bytes")
+        sizes = {key: limit for key, limit in self.limits.items() if key in by_size}
+        for name, form in [*forms.items()]:
+            if form == "factored" and measured.choose(name, point.ranks[name]) == "dense":
+                tried: dict[str, PlainForm] = {**forms, name: "dense"}
+                if not sizes or self._holds(in_forms(tried), sizes):
+                    forms = tried
+        return in_forms(forms), forms
+
+    def _holds(self, point: Point, limits: Mapping[str, float]) -> bool:
+        """Say whether a point is within limits; shares are of the frontier's dense model."""
+        return bool(replace(self.sizes, points=(point,)).within(limits))

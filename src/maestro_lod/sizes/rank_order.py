@@ -1,0 +1,116 @@
+"""Put the ranks of a model into order: leading singular directions first, nothing else changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from maestro_lod.distributed.shards import fill, gathered
+from maestro_lod.layers.lowrank import LowRank
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.layers.svd import svd_factors
+from maestro_lod.sizes.averages import require_no_other_average
+
+
+@torch.no_grad()
+def lost_energy(layer: LowRank) -> Tensor:
+    """Return, for rank 0, 1, …, which share of its squared weights a layer loses if cut to it."""
+    u, v = (f.double().cpu() for f in layer._matrices(*map(gathered, layer.stored_factors())))
+    products = ((u.mT @ u) * (v @ v.mT)).sum(0)  # of ranks as matrices, over all groups
+    tails = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0).clamp(min=0)
+    tails = F.pad(tails, (0, 1))
+    return tails / tails[0].clamp(min=1e-300)
+
+
+@torch.no_grad()
+def order_ranks(
+    model: nn.Module, optimizer: Optimizer | None = None, ema: AveragedModel | None = None
+) -> None:
+    """Give every trained layer the factors that its SVD has, in place; its weight stays the same.
+
+    The first k ranks then are the best approximation of rank k. What the optimizer remembers of a
+    factor, and the averaged copy, are brought to the new directions too. Factors that are sharded
+    are gathered one layer at a time.
+    """
+    require_no_other_average(model, ema)
+    averaged = {} if ema is None else low_rank_layers(ema.module)
+    for name, layer in low_rank_layers(model).items():
+        if layer.rank and all(factor.requires_grad for factor in layer.stored_factors()):
+            _order(layer, {} if optimizer is None else optimizer.state, averaged.get(name))
+
+
+def _order(layer: LowRank, states: Mapping[Any, Any], averaged: LowRank | None) -> None:
+    stored_u, stored_v = layer.stored_factors()
+    u, v = (f.double() for f in layer._matrices(gathered(stored_u), gathered(stored_v)))
+    new_u, new_v = svd_factors(u @ v, layer.rank)
+    # u goes by `forth` and v by `back`; so a gradient of u goes by back and one of v by forth
+    forth, back = torch.linalg.pinv(u) @ new_u, new_v @ torch.linalg.pinv(v)
+    if averaged is not None:
+        averaged_u, averaged_v = averaged.stored_factors()
+        _turn_u(averaged_u, forth)
+        _turn_v(averaged_v, back)
+    if layer.identity is not None:
+        _share_moments(layer, states, new_u, new_v)
+    if layer.identity != "u":
+        for held in _moments(stored_u, states):
+            _turn_u(held, _suited(held, back.mT))
+    if layer.identity != "v":
+        for held in _moments(stored_v, states):
+            _turn_v(held, _suited(held, forth.mT))
+    for stored, new in zip((stored_u, stored_v), layer.factors_of(new_u, new_v), strict=True):
+        fill(stored, new)
+    for each in filter(None, (layer, averaged)):
+        each.identity = None  # both factors are trained from now on
+
+
+def _moments(factor: Tensor, states: Mapping[Any, Any]) -> list[Tensor]:
+    """Return what an optimizer remembers of every entry of a factor."""
+    held = states.get(factor, {}).values()
+    return [t for t in held if isinstance(t, Tensor) and t.ndim and t.shape == factor.shape]
+
+
+def _share_moments(layer: LowRank, states: Any, new_u: Tensor, new_v: Tensor) -> None:
+    """Give the factor that was the identity what is remembered of the weight, as seen from it.
+
+    The gradient G of the weight is one of G·vᵀ for u, and uᵀ·G for v.
+    """
+    u, v = layer.stored_factors()
+    weight, still = (v, u) if layer.identity == "u" else (u, v)
+    known = states.setdefault(still, {}) if weight in states else {}
+    for key, value in states.get(weight, {}).items():
+        if not isinstance(value, Tensor) or value.shape != weight.shape:
+            known[key] = value.clone() if isinstance(value, Tensor) else value
+            continue
+        whole = gathered(value).double()
+        if layer.identity == "u":
+            of_weight = layer._matrices(gathered(u).double(), whole)[1]
+            seen = of_weight @ _suited(value, new_v.mT)
+            shared = layer.factors_of(seen, new_v)[0]
+        else:
+            of_weight = layer._matrices(whole, gathered(v).double())[0]
+            seen = _suited(value, new_u.mT) @ of_weight
+            shared = layer.factors_of(new_u, seen)[1]
+        fill(known.setdefault(key, torch.empty_like(still)), shared)
+
+
+def _suited(held: Tensor, turn: Tensor) -> Tensor:
+    """Return how means of gradients turn or, of what is never negative, means of their squares."""
+    return turn.square() if bool((gathered(held) >= 0).all()) else turn
+
+
+def _turn_u(u: Tensor, turn: Tensor) -> None:
+    """Multiply what has the shape of `u` by (groups, rank, rank) from the right, in place."""
+    by_group = gathered(u).double().reshape(len(turn), -1, u.shape[1], u.shape[2:].numel())
+    fill(u, torch.einsum("gork,grs->gosk", by_group, turn).reshape(u.shape))
+
+
+def _turn_v(v: Tensor, turn: Tensor) -> None:
+    """Multiply what has the shape of `v` by (groups, rank, rank) from the left, in place."""
+    by_group = gathered(v).double().reshape(len(v), len(turn), -1)
+    fill(v, torch.einsum("gsr,rgn->sgn", turn, by_group).reshape(v.shape))

@@ -1,0 +1,213 @@
+"""Ways to give up ranks: which layer loses some next, and how many.
+
+Each way is a generator. It changes the ranks of a `Search` step by step and yields the submodels
+that it comes by, each as ranks and loss. A layer moves down a ladder of ranks, each about a tenth
+below the one before and low enough to cost less: what is above break-even is deployed dense, so it
+jumps below that first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from maestro_lod.errors import OptionError
+from maestro_lod.model.cost import Costs
+from maestro_lod.sizes.journal import Journal
+from maestro_lod.sizes.replay import Replay
+
+Submodel: TypeAlias = tuple[dict[str, int], float]
+"""Ranks, and the loss there."""
+Step: TypeAlias = tuple[str, int]
+"""A layer, and a lower rank for it."""
+
+
+@dataclass
+class Search:
+    """The ranks and the loss that a search has come to, and what it can ask."""
+
+    replay: Replay
+    costs: Costs
+    cost: Literal["macs", "params"]
+    step: float
+    journal: Journal
+    ladders: dict[str, list[int]] = field(init=False)
+    """The ranks that each layer may have, from the model's own on down."""
+
+    def __post_init__(self) -> None:
+        self.ladders = {name: self._ladder(name, rank) for name, rank in self.ranks.items()}
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        return self.replay.ranks
+
+    @property
+    def loss(self) -> float:
+        return self.replay.loss
+
+    def evaluate(self, changes: Mapping[str, int]) -> float:
+        """Return the loss with some ranks changed."""
+        return self.journal.answer(
+            {"loss at": dict(changes)}, lambda: self.replay.evaluate(changes)
+        )
+
+    def accept(self, changes: Mapping[str, int], loss: float) -> None:
+        """Change ranks for good."""
+        self.replay.accept(changes, loss)
+
+    @property
+    def here(self) -> Submodel:
+        """The submodel that the search has come to."""
+        return dict(self.ranks), self.loss
+
+    def saved(self, name: str, rank: int) -> int:
+        """Return what a layer at a rank saves of the cost that counts."""
+        dense, here = self.costs.layer(name, rank, "dense"), self.costs.layer(name, rank)
+        saved: int = getattr(dense - here, self.cost)
+        return saved
+
+    def gain(self, step: Step) -> int:
+        """Return what a layer at a lower rank saves beyond what it saves now."""
+        name, rank = step
+        return self.saved(name, rank) - self.saved(name, self.ranks[name])
+
+    def share(self, ranks: Mapping[str, int]) -> float:
+        """Return the cost that counts, relative to the dense model's."""
+        at: int = getattr(self.costs.at(ranks), self.cost)
+        dense: int = getattr(self.costs.dense, self.cost)
+        return at / max(1, dense)
+
+    def _ladder(self, name: str, rank: int) -> list[int]:
+        ladder = [rank]
+        while rank > 1:
+            saved, rank = self.saved(name, rank), min(_less(rank, self.step), rank - 1)
+            while rank >= 1 and self.saved(name, rank) <= saved:
+                rank -= 1
+            if rank >= 1:
+                ladder.append(rank)
+        return ladder
+
+    def in_order_of_use(self) -> list[str]:
+        """Return the layers as the model uses them: so evaluated, each remembers for the next."""
+        return sorted(self.ladders, key=self.replay.first_use)
+
+
+def _less(rank: int, step: float) -> int:
+    return math.floor((1.0 - step) * rank + 1e-9)  # 0.7 · 90 is a little less than 63
+
+
+_ALIKE = 0.01  # of the model's own loss: differences that are a matter of chance
+
+
+@dataclass
+class Greedy:
+    """Always takes the step that raises the loss least or, with `ahead`, least per saved cost.
+
+    A step is one rung of a layer's ladder or, with `ahead`, any number of them: the first rungs
+    below break-even cost loss and save almost nothing, and hide that the next ones are cheap. Such
+    steps are long, so what was measured for one and lies on the way is a submodel too. But as long
+    as the loss is about the model's own, which cut looks best is a matter of chance and a long step
+    a bet: until then `ahead` takes single rungs too, those that raise the loss least.
+
+    With `exact` all steps are evaluated before each move. Otherwise only those that may be best: a
+    loss increase that was measured some moves ago is trusted less with every move, and taken for
+    smaller, down to nothing after half as many moves as there are layers.
+    """
+
+    search: Search
+    ahead: bool
+    exact: bool
+    losses: dict[Step, float] = field(default_factory=dict)
+    """What was measured before this move."""
+    increases: dict[str, dict[int, float]] = field(default_factory=dict)
+    """The same over the current loss, by layer and rank; also older ones."""
+    measured: dict[str, int] = field(default_factory=dict)
+    """Before which move each layer was measured last."""
+    move: int = 0
+
+    def submodels(self) -> Iterator[Submodel]:
+        """Move down as long as there is a step whose loss is a number."""
+        self.waiting = self.ahead
+        alike = self.search.loss + _ALIKE * abs(self.search.loss)
+        while open_steps := self._open_steps():
+            best = self._best(open_steps)
+            if self.waiting and self.losses[best] > alike:
+                self.waiting = False
+            elif math.isinf(self.losses[best]):
+                return
+            else:
+                yield from self._take(best)
+
+    def _open_steps(self) -> dict[str, list[int]]:
+        """Return the lower ranks that each layer may go to next, where there are any."""
+        ranks = self.search.ranks
+        lower = {n: [r for r in rungs if r < ranks[n]] for n, rungs in self.search.ladders.items()}
+        most = None if self.ahead and not self.waiting else 1
+        return {name: rungs[:most] for name, rungs in lower.items() if rungs}
+
+    def _best(self, open_steps: Mapping[str, list[int]]) -> Step:
+        """Return the step to take, measuring what has to be measured for that."""
+        for name in self.search.in_order_of_use():
+            for rank in open_steps.get(name, ()):
+                if self.exact or rank not in self.increases.get(name, ()):
+                    self._measure(name, rank)
+        candidates = [(name, rank) for name, ranks in open_steps.items() for rank in ranks]
+        while (best := min(candidates, key=self._hoped_for)) not in self.losses:
+            self._measure(*best)
+        return best
+
+    def _measure(self, name: str, rank: int) -> None:
+        loss = self.losses[name, rank] = self.search.evaluate({name: rank})
+        self.increases.setdefault(name, {})[rank] = loss - self.search.loss
+        self.measured[name] = self.move
+
+    def _hoped_for(self, step: Step) -> tuple[float, int]:
+        name, rank = step
+        score, saves = self.increases[name][rank], 0
+        if self.ahead and not self.waiting:
+            saves = self.search.gain(step)
+            score = max(0.0, score) / saves
+        if score > 0.0:  # nothing is left of it in the end but the order among a layer's steps
+            trusted = len(self.search.ladders) / 2
+            score *= max(1.0 - (self.move - self.measured[name]) / trusted, 1e-9)
+        return score, -saves
+
+    def _take(self, step: Step) -> Iterator[Submodel]:
+        if self.ahead and not self.waiting:
+            yield from _on_the_way(self.search, self.losses, step)
+        name, rank = step
+        base = self.increases[name][rank]
+        self.increases[name] = {r: value - base for r, value in self.increases[name].items()}
+        self.search.accept({name: rank}, self.losses[step])
+        self.losses.clear()
+        self.move += 1
+        yield self.search.here
+
+
+def _on_the_way(search: Search, losses: Mapping[Step, float], best: Step) -> list[Submodel]:
+    """Return the submodels that cost more than the best step leaves, and are better for it."""
+    found: list[Submodel] = []
+    lowest = losses[best]
+    for step in sorted(losses, key=lambda step: (-search.gain(step), losses[step])):
+        if search.gain(step) < search.gain(best) and losses[step] < lowest:
+            lowest = losses[step]
+            found.append(({**search.ranks, step[0]: step[1]}, lowest))
+    return found[::-1]
+
+
+def at_given_ranks(search: Search, maps: Iterable[Mapping[str, int]]) -> Iterator[Submodel]:
+    """Take these ranks, one mapping after the other."""
+    for i, ranks in enumerate(maps):
+        loss = search.evaluate(ranks)
+        if math.isinf(loss):
+            raise OptionError(f"the loss at ranks[{i}] is NaN or infinite. Leave that mapping out.")
+        search.accept(ranks, loss)
+        yield search.here
+
+
+METHODS: dict[str, Callable[[Search, bool], Iterator[Submodel]]] = {
+    "look-ahead": lambda search, exact: Greedy(search, ahead=True, exact=exact).submodels(),
+    "greedy": lambda search, exact: Greedy(search, ahead=False, exact=exact).submodels(),
+}

@@ -1,0 +1,144 @@
+"""Low-rank training with ordered ranks, as recipes choose it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from maestro_lod.errors import OptionError
+from maestro_lod.model.cost import Cost, cost_of
+from maestro_lod.model.inputs import Example
+from maestro_lod.model.surgery import decompose
+from maestro_lod.train.elastic import Elastic
+from maestro_lod.train.lod import LoD
+from maestro_lod.train.method import Builder, Settings, setting
+from maestro_lod.train.narrow import narrowed
+from maestro_lod.train.objective import Budget, Pressure, Strength
+from maestro_lod.train.pressure import require_plain_gradient
+from maestro_lod.train.sampling import STRATEGIES
+from maestro_lod.train.size_settings import amount
+
+
+def _require_rank(value: Any) -> Any:
+    """Refuse what is neither a rank nor a share of the full one; whole numbers stay whole."""
+    share = isinstance(value, float) and 0.0 < value < 1.0
+    if not share and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ValueError("must be a rank, or a share of the full rank between 0 and 1")
+    return value
+
+
+def _require_ranks(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _require_rank(rank) for name, rank in value.items()}
+    if value == 0:
+        raise ValueError("must be 1 or more: at rank 0 there is nothing to train")
+    return value if value is None else _require_rank(value)
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """Which layers become low-rank, as in `maestro_lod.decompose`."""
+
+    only: list[str] | None = setting(None, "patterns of layers; others stay dense")
+    skip: list[str] = setting([], "patterns of layers that stay dense")
+    ranks: int | float | dict[str, int | float] | None = setting(
+        None, "at first: a rank, a share, or these by layer", check=_require_ranks
+    )
+    tied: Literal["keep", "share"] = setting("keep", "of an embedding with its head")
+
+
+_RANKS_ALONE = {"params": 0.25, "macs": 0.5}
+"""The share of dense below which a model loses less if it begins narrower and keeps more ranks.
+
+The width then takes the square root of the share, and ranks the rest.
+"""
+
+
+@dataclass(frozen=True)
+class LoDSettings(Settings):
+    """What a recipe chooses of low-rank training; the rest is as in `LoD`."""
+
+    alternatives = ("penalty", "pressure", "budget", "elastic")
+
+    decompose: Decomposition = Decomposition()
+    budget: Budget | None = None
+    elastic: float = setting(0.0, "the share of dense down to which every size is trained", least=0)
+    penalty: float = setting(0.0, "λ of the group lasso, instead of a budget", least=0.0)
+    narrow: bool = setting(True, "begin narrower for a small budget, if there is a width")
+    pressure: float = setting(0.0, "λ without units, to search on", least=0.0)
+    threshold: float = setting(1e-7, "importance of ranks to remove", least=0.0)
+    sampling: str = setting("pairs", "of the rank of a step", choices=STRATEGIES)
+    proximal: bool = setting(False, "exact zeros under any optimizer")
+    shrink: bool = setting(True, "remove useless ranks after each epoch")
+    min_rank: int = setting(0, "rank that every layer keeps", least=0)
+    full_pass: bool = setting(False, "one more pass at full rank per step")
+    distill: bool = setting(False, "train the sampled pass on the full one's")
+
+    def __post_init__(self) -> None:
+        if self.distill and not self.full_pass:
+            raise OptionError("distill needs its teacher: set full_pass=true too.")
+        if self.budget is not None and (self.penalty or not self.shrink):
+            raise OptionError("budget removes ranks by itself: leave penalty and shrink out.")
+        if self.elastic and (self.budget is not None or self.penalty or self.pressure):
+            raise OptionError(
+                "elastic trains every size and presses none: leave penalty, pressure and budget "
+                "out."
+            )
+        if self.elastic:
+            Elastic(self.elastic)
+        if self.pressure and (self.penalty or self.budget is not None):
+            raise OptionError("pressure sets the penalty: leave penalty and budget out.")
+
+    @property
+    def strength(self) -> Strength:
+        """The one choice of λ that these settings make."""
+        if self.budget is not None:
+            return self.budget
+        return Pressure(self.pressure) if self.pressure else self.penalty
+
+    def build(self, builder: Builder, example: Example) -> nn.Module:
+        budget = self.budget
+        if budget is None or not self.narrow or builder.width is None:
+            return super().build(builder, example)
+        share = budget.value
+        if share > 1:  # a count
+            share /= amount(cost_of(builder(), example), budget.kind)
+        if share >= _RANKS_ALONE[budget.kind]:
+            return super().build(builder, example)
+        try:
+            return self.prepare(narrowed(builder, example, math.sqrt(share), budget.kind))
+        except OptionError as error:
+            raise OptionError(f"{error}{budget.hint}") from error
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        chosen = vars(self.decompose) | {"skip": self.decompose.skip or None}
+        return decompose(model, **chosen)
+
+    def require_optimizer(self, kind: type[Optimizer]) -> None:
+        if self.pressure:
+            require_plain_gradient(self.pressure, kind, proximal=self.proximal)
+
+    @classmethod
+    def at_size(cls, size: float) -> dict[str, Any]:
+        return {"budget": {"params": size}}
+
+    def make(
+        self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
+    ) -> LoD:
+        others = {"decompose", "shrink", "narrow", *self.alternatives}
+        same = {key: value for key, value in vars(self).items() if key not in others}
+        same["threshold"] = self.threshold if self.shrink else None
+        if self.elastic:
+            same["sampling"] = Elastic(self.elastic)
+        strength = self.strength
+        if isinstance(strength, Budget):  # of the recipe's model, which may be wider
+            limit = strength.limit(amount(dense, strength.kind))
+            strength = replace(strength, **{strength.kind: limit})
+        train = LoD(model, optimizer, penalty=strength, example=example, seed=seed, **same)
+        train.compare_with(dense)
+        return train

@@ -1,0 +1,98 @@
+"""The size to reach: one setting for all methods that can be given one, and ranks that meet it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from maestro_lod.errors import OptionError
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.model.cost import Cost, Costs
+from maestro_lod.model.inputs import Example
+from maestro_lod.model.macs import dense_macs
+from maestro_lod.model.replace import copy_on_meta
+from maestro_lod.model.structure import restructure, uninitialized
+from maestro_lod.model.survey import Plan
+from maestro_lod.train.method import Settings, setting
+
+Measure = Literal["params", "macs"]
+
+
+def require_share(value: Any) -> Any:
+    """Refuse what is no share of the dense model."""
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        share = 0.0
+    if isinstance(value, bool) or not 0.0 < share < 1.0:
+        raise ValueError("must be a share of the dense model between 0 and 1")
+    return share
+
+
+@dataclass(frozen=True)
+class SizedSettings(Settings):
+    """Settings of a method that is told which size to reach."""
+
+    size: float = setting(0.25, "share of the dense model to reach", check=require_share)
+
+    @classmethod
+    def at_size(cls, size: float) -> dict[str, Any]:
+        return {"size": size}
+
+
+def amount(cost: Cost, measure: Measure) -> int:
+    """Return what a size is counted in."""
+    return cost.params if measure == "params" else cost.macs or 0
+
+
+def require_reachable(size: float, least: float, why: str, more: str = "") -> None:
+    """Refuse a size below the least one that there is; `more` is what would make it smaller."""
+    if size < least:
+        raise OptionError(
+            f"size={size:g} cannot be reached: {why}, {least:.4g} of the dense model is left. Give "
+            f"that or more{more}."
+        )
+
+
+RANK_1 = "with rank 1 in every layer that is decomposed"
+MORE_LAYERS = ", or decompose more layers (keep_ends=false, decompose.skip)"
+
+
+def full_rank_costs(
+    model: nn.Module, example: Example, chosen: Mapping[str, Any]
+) -> tuple[Costs, dict[str, int]]:
+    """Return what a dense model costs at any ranks, were it decomposed so, and the full ranks."""
+    twin = copy_on_meta(model)
+    twin = restructure(twin, Plan(twin, **chosen).structure(), fill=uninitialized)
+    full = {name: layer.full_rank for name, layer in low_rank_layers(twin).items()}
+    return Costs(twin, dense_macs(twin, example)), full
+
+
+def ranks_of_size(
+    costs: Costs, full: Mapping[str, int], size: float, measure: Measure
+) -> dict[str, int]:
+    """Return the ranks that are one share of the full ones, the largest within a size."""
+
+    def at(share: float) -> dict[str, int]:
+        return {name: max(1, int(share * rank)) for name, rank in full.items()}
+
+    def fits(share: float) -> bool:
+        return amount(costs.at(at(share)), measure) <= size * amount(costs.dense, measure)
+
+    least = amount(costs.at(at(0.0)), measure) / amount(costs.dense, measure)
+    require_reachable(size, least, RANK_1, MORE_LAYERS)
+    return at(largest_share(fits))
+
+
+def largest_share(fits: Callable[[float], bool]) -> float:
+    """Return the largest share in [0, 1] that fits, to a millionth; 0 does in any case."""
+    low, high = 0.0, 1.0
+    if fits(high):
+        return high
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

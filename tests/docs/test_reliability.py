@@ -1,0 +1,70 @@
+"""docs/reliability.md: tables that follow from results, tests that exist, a sample of the soak."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs" / "reliability.md").read_text()
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return runpy.run_path(str(ROOT / "benchmarks" / "reliability.py"))
+
+
+def test_the_tables_are_those_of_the_results(script: dict[str, object]) -> None:
+    assert script["documented"](DOCS) == DOCS  # type: ignore[operator]
+
+
+def test_what_was_counted_is_as_much_as_promised() -> None:
+    results = {
+        name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["answer"]
+        for name in ("soak", "damage", "locks")
+    }
+    assert sum(results["soak"]["kills"].values()) >= 1000
+    assert results["soak"]["failures"] == []
+    for what, least in (("flipped bits", 10_000), ("damaged files", 2_000)):
+        ends = results["damage"][what].values()
+        assert sum(sum(end.values()) for end in ends) >= least
+        assert not any(end.get("silently something else") for end in ends)
+    assert [sum(ends.values()) for ends in results["locks"].values()] == [50, 50]
+
+
+def test_what_was_found_fails_on_the_code_before_and_holds_now() -> None:
+    told = json.loads((ROOT / "benchmarks" / "results" / "findings.json").read_text())
+    rows = told["answer"]["rows"]
+    assert {row["finding"] for row in rows} >= {*range(1, 14)}
+    assert all(row["before"] != "holds" and row["after"] == "holds" for row in rows)
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", DOCS)
+    assert len(named) > 20
+    for file, test in named:
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        tests = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert not test or test in tests, f"{file}::{test}"
+
+
+def test_a_sample_of_the_soak() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "8", "--sample", "--seed", "3"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["failures"] == [] and sum(counts["kills"].values()) >= 8

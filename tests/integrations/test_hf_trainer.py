@@ -1,0 +1,227 @@
+"""The Hugging Face Trainer's callback: as by hand, resume, best checkpoints, logs, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, SequentialSampler
+
+from maestro_lod import Budget, at_ranks, decompose, ranks
+from maestro_lod.errors import LayerError, OptionError, TrainingError
+from maestro_lod.layers import LowRank
+from tests.support import trainers as task
+
+hf = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from accelerate import DistributedType  # noqa: E402
+
+from maestro_lod.integrations.hf_trainer import LoDTrainerCallback  # noqa: E402
+
+
+class Classifier(nn.Module):
+    def __init__(self, case: task.Case = task.SGD) -> None:
+        super().__init__()
+        self.net = case.network()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Samples(Dataset):
+    def __init__(self, count: int = 36, case: task.Case = task.SGD) -> None:
+        self.x, self.y = case.samples(count)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        return {"x": self.x[row], "labels": self.y[row]}
+
+
+class InOrder(hf.Trainer):
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+def trainer(
+    directory: Path,
+    model: nn.Module | None = None,
+    count: int = 36,
+    case: task.Case = task.SGD,
+    **options: Any,
+) -> Any:
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": task.BATCH,
+        "gradient_accumulation_steps": task.ACCUMULATED,
+        "max_grad_norm": task.CLIP,
+        "num_train_epochs": task.EPOCHS,
+        "bf16": case.bf16,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    arguments = hf.TrainingArguments(output_dir=str(directory), **(defaults | options))
+    model = decompose(Classifier(case)) if model is None else model
+    optimizer = case.optimizer_of(model)
+    return InOrder(
+        model, arguments, train_dataset=Samples(count, case), eval_dataset=Samples(),
+        optimizers=(optimizer, task.decay(optimizer)),
+    )  # fmt: skip
+
+
+def trained(
+    directory: Path, resume: Path | None = None, case: task.Case = task.SGD, **options: Any
+) -> Any:
+    of_lod = {key: options.pop(key) for key in task.OPTIONS if key in options}
+    run = trainer(directory, case=case, **options)
+    run.add_callback(LoDTrainerCallback(run, **(case.options | of_lod)))
+    run.train(resume_from_checkpoint=resume)
+    return run
+
+
+def last_one_whole(i: int) -> float:
+    """The Trainer divides by the batches that there are: the last one stands alone."""
+    return 1.0 if i == 4 else 1 / task.ACCUMULATED
+
+
+@pytest.mark.parametrize("case", task.CASES.values(), ids=task.CASES)
+def test_the_same_weights_as_by_hand(case: task.Case, tmp_path: Path) -> None:
+    hand = task.by_hand(case, last_one_whole)
+    run = trained(tmp_path, case=case)
+    task.assert_same_weights(run.model, hand.model)
+    assert sum(ranks(run.model).values()) < 20
+
+
+@pytest.mark.parametrize("every", ["epoch", "2", "3"])
+def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
+    every: str, tmp_path: Path
+) -> None:
+    keep = {"save_strategy": "epoch"}
+    if every != "epoch":
+        keep = {"save_strategy": "steps", "save_steps": int(every)}
+    trained(tmp_path, **keep)
+    saved = sorted(tmp_path.glob("checkpoint-*"))
+    assert len(saved) >= 4
+    for checkpoint in saved[:2]:
+        again = trained(tmp_path / "again", resume=checkpoint)
+        task.assert_same_weights(again.model, task.by_hand(weight=last_one_whole).model)
+
+
+def test_the_best_checkpoint_has_larger_ranks_and_is_loaded(tmp_path: Path) -> None:
+    class Rank(hf.TrainerCallback):
+        def on_evaluate(self, *_: Any, model: nn.Module, metrics: Any, **__: Any) -> None:
+            metrics["eval_rank"] = sum(ranks(model).values())
+
+    run = trainer(
+        tmp_path, save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True,
+        metric_for_best_model="rank", greater_is_better=True, num_train_epochs=9,
+    )  # fmt: skip
+    run.add_callback(LoDTrainerCallback(run, **task.OPTIONS))
+    run.add_callback(Rank())
+    run.add_callback(hf.EarlyStoppingCallback(early_stopping_patience=2))
+    run.train()
+    history = [entry["lod/total_rank"] for entry in run.state.log_history if "lod/params" in entry]
+    assert run.state.epoch == 3.0
+    assert history[0] > history[1] > history[2]
+    assert sum(ranks(run.model).values()) == history[0]
+    assert run.evaluate()["eval_loss"] > 0
+    with pytest.raises(TrainingError, match="a state of other ranks was loaded"):
+        run.train()  # the optimizer remembers the smaller model
+
+
+def test_evaluation_and_prediction_at_chosen_ranks(tmp_path: Path) -> None:
+    run = trained(tmp_path, num_train_epochs=1)
+    whole = run.evaluate()["eval_loss"]
+    with at_ranks(run.model, 2):
+        assert run.evaluate()["eval_loss"] != whole
+        at_two = run.predict(Samples()).predictions
+        expected = run.model(*task.SGD.samples())["logits"]
+    torch.testing.assert_close(torch.as_tensor(at_two), expected.detach())
+    assert run.evaluate()["eval_loss"] == whole
+
+
+def test_ranks_and_cost_reach_whatever_is_reported_to(tmp_path: Path) -> None:
+    reported = []
+
+    class Reporter(hf.TrainerCallback):
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            reported.append(dict(logs))
+
+    run = trainer(tmp_path, num_train_epochs=2)
+    run.add_callback(Reporter())
+    callback = LoDTrainerCallback(run, **task.OPTIONS)
+    run.add_callback(callback)
+    run.train()
+    ours = [logs for logs in reported if "lod/total_rank" in logs]
+    assert [logs["lod/total_rank"] for logs in ours] == [
+        sum(callback.lod.history[1].values()),
+        sum(ranks(run.model).values()),
+    ]
+    assert ours[-1]["lod/rank/net.0"] == ranks(run.model)["net.0"]
+    assert ours[-1]["lod/training_relative_params"] > 0
+
+
+def test_a_budget_learns_from_the_trainer_how_long_training_lasts(tmp_path: Path) -> None:
+    run = trained(tmp_path, num_train_epochs=6, penalty=Budget(params=0.5), threshold=1e-7)
+    assert run.state.log_history[-2]["lod/relative_params"] <= 0.5
+
+
+def test_the_trainer_is_left_as_it_was_and_an_error_leaves_all_ranks_active(tmp_path: Path) -> None:
+    run = trained(tmp_path, num_train_epochs=1)
+    assert run.training_step.__func__ is hf.Trainer.training_step
+    run.model.forward = lambda **_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    layers = [m for m in run.model.modules() if isinstance(m, LowRank)]
+    assert all(layer.active_rank == layer.rank for layer in layers)
+
+
+def test_the_state_is_part_of_the_trainers_own_file(tmp_path: Path) -> None:
+    trained(tmp_path, save_strategy="epoch", num_train_epochs=1)
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["maestro_lod"]["lod"]["epoch"] == 1
+    del state["stateful_callbacks"]["maestro_lod"]
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    with pytest.raises(TrainingError, match="holds no state of LoDTrainerCallback"):
+        trained(tmp_path, resume=checkpoint)
+
+
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LayerError, match=r"no low-rank layer. Call decompose\(model\) first"):
+        LoDTrainerCallback(trainer(tmp_path, Classifier()))
+    with pytest.raises(OptionError, match="make the trainer first"):
+        LoDTrainerCallback(task.SGD.network())  # type: ignore[arg-type]
+
+    model = Classifier()
+    early = trainer(tmp_path, model)  # makes an optimizer
+    decompose(model)
+    early.add_callback(LoDTrainerCallback(early))
+    with pytest.raises(TrainingError, match="Create it after decompose"):
+        early.train()
+
+    twice = trainer(tmp_path)
+    twice.add_callback(LoDTrainerCallback(twice))
+    twice.callback_handler.callbacks.append(LoDTrainerCallback(twice))
+    with pytest.raises(OptionError, match="the trainer has 2 LoDTrainerCallbacks"):
+        twice.train()
+
+    scaled = trainer(tmp_path)
+    scaled.add_callback(LoDTrainerCallback(scaled, **task.OPTIONS))
+    scaled.accelerator.scaler = object()  # as float16 has one on a GPU
+    with pytest.raises(OptionError, match="Use proximal=True, or bf16"):
+        scaled.train()
+
+    sharded = trainer(tmp_path)
+    sharded.accelerator.state.distributed_type = DistributedType.FSDP  # as on a GPU
+    with pytest.raises(OptionError, match=r"FSDP by Accelerate .* Use DDP"):
+        LoDTrainerCallback(sharded)

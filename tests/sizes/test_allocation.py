@@ -1,0 +1,76 @@
+"""Which layers get the ranks: those that lose the least within any cost."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import maestro_lod as lod
+from maestro_lod.sizes.allocation import Allocation, allocation, smallest_cost
+from maestro_lod.train.ledger import Ledger
+
+
+@given(
+    tails=st.lists(st.lists(st.floats(0.01, 1), min_size=1, max_size=5), min_size=1, max_size=3),
+    share=st.floats(0.3, 0.95),
+    room=st.floats(1.0, 3.0),
+)
+def test_ranks_lose_the_least_of_all_that_fit(
+    tails: list[list[float]], share: float, room: float
+) -> None:
+    lost: dict[str, Tensor] = {
+        str(i): torch.tensor([1.0, *sorted(tail, reverse=True)[1:], 0.0])
+        for i, tail in enumerate(tails)
+    }
+    rest = 2
+
+    def cost_of(name: str, rank: int) -> int:
+        return (3 + int(name)) * rank
+
+    def deployed(ranks: dict[str, int]) -> int:
+        return rest + sum(cost_of(name, rank) for name, rank in ranks.items())
+
+    choices = {name: range(1, len(shares)) for name, shares in lost.items()}
+    most = deployed({name: len(shares) - 1 for name, shares in lost.items()})
+    least = deployed(dict.fromkeys(lost, 1))
+    limit = max(round(share * most), least)
+
+    def kept(ranks: dict[str, int]) -> float:
+        total = 1.0
+        for name, rank in ranks.items():
+            total *= max(1 - float(lost[name][rank]), 1e-12)
+        return total
+
+    combinations: list[dict[str, int]] = [{}]
+    for name, choice in choices.items():
+        combinations = [{**c, name: rank} for c in combinations for rank in choice]
+    fitting = [c for c in combinations if deployed(c) <= limit]
+    nearly = [c for c in fitting if deployed(c) >= 0.95 * limit] or fitting
+    spent = Allocation(lost, choices, cost_of, most=round(room * limit), rest=rest)
+    ranks = spent.within(limit)
+    assert deployed(ranks) <= limit
+    assert kept(ranks) >= max(map(kept, nearly)) * (1 - 1e-4) - 1e-9
+
+
+def test_where_nothing_fits_the_cheapest_ranks_are_given() -> None:
+    lost = {"a": torch.tensor([1.0, 0.5, 0.0]), "b": torch.tensor([1.0, 0.1, 0.0])}
+    spent = Allocation(lost, {"a": range(1, 3), "b": range(2, 3)}, lambda _, r: 10 * r, most=100)
+    assert spent.within(5) == {"a": 1, "b": 2}
+
+
+def test_a_model_is_judged_by_its_weights_and_frozen_layers_stay() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, 30))
+    with torch.no_grad():  # two directions are all that the first layer has, the second has many
+        model[0].weight.copy_(torch.randn(30, 2) @ torch.randn(2, 30))
+    lod.decompose(model)
+    model[2].requires_grad_(False)
+    costs = Ledger.of(model, torch.empty(1, 30)).costs(model)
+    assert costs.dense.macs is not None
+    for kind, limit in (("params", 0.7 * costs.dense.params), ("macs", 0.7 * costs.dense.macs)):
+        ranks = allocation(model, costs, kind, most=costs.dense.params).within(int(limit))
+        assert ranks["0"] == 2 and ranks["1"] > 6 and ranks["2"] == 30
+        assert getattr(costs.at(ranks), kind) <= limit
+    assert smallest_cost(model, costs, "macs") == 2 * 60 + 900
