@@ -41,10 +41,11 @@ flower: $(FLOWER)/.installed  ## federated training in Flower: its tests and bot
 	cd $(FLOWER) && bin/python ../examples/flower/simulate.py
 	cd $(FLOWER) && bin/python ../examples/flower/processes.py
 
-check: $(VENV)/.installed  ## lint, formatting, types
+check: $(VENV)/.installed  ## lint, formatting, types, imports between rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/.installed  ## measure training steps and single layers against dense ones
 	$(BIN)/python benchmarks/step.py

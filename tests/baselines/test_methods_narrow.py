@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -74,7 +76,7 @@ def test_widths_that_a_function_of_ones_own_refuses_are_passed_over() -> None:
 def test_a_function_of_ones_own_needs_a_width(
     function: str, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     model = f"model=test_methods_narrow:{function}"
     recipe = load_recipe("digits", ["method=narrow", "size=0.51", model, "data.limit=64"])
     if works:

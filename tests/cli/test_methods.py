@@ -111,7 +111,7 @@ SMALL = ("epochs=3", "data.limit=200", "batch=32")
 def test_a_method_of_ones_own_runs_resumes_and_reports(
     named: str, pruning: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     recipe = load_recipe("digits", [f"method={named}", "keep=0.3", *SMALL])
     assert "penalty" not in yaml.safe_load(dumped(recipe)), "that of the recipe belongs to lod"
     result = Run.create(recipe, tmp_path / "whole").train()
@@ -195,7 +195,7 @@ def test_a_small_budget_begins_narrower(changes: list[str], narrower: bool) -> N
 def test_settings_of_other_methods_are_refused_by_one_rule(
     changes: list[str], message: str, pruning: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     with pytest.raises(OptionError) as error:
         load_recipe("digits", changes)
     assert message in str(error.value)
