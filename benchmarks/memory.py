@@ -4,8 +4,7 @@
 
 Bytes of tensors, as torch's allocator counts them: parameters and optimizer state, and the most
 that a step has at once beside them, which is gradients, activations and products of factors. No
-noise; what kernels allocate past torch is not in it. Beside it what `footprint` counts from shapes,
-as `lod train` reports it.
+noise; what kernels allocate past torch is not in it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from interleaved import write
 from step import CASES, Case, lod_step, plain_step
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-
-from maestro_lod.train.footprint import footprint
 
 
 def most_at_once(step: Callable[[], None]) -> int:
@@ -44,16 +41,10 @@ def peak(case: Case, model: nn.Module, step: Callable[[], None]) -> int:
 def peaks(case: Case) -> dict[str, float]:
     dense, full, small = case.model(low_rank=False), case.model(), case.model(case.small)
     of_dense = peak(case, dense, plain_step(case, dense))
-    inputs, moments = case.batch()[0], 2 if case.adam else 1
-    counted = [footprint(model, inputs, batch=len(inputs[0]), moments=moments).total
-               for model in (dense, full, small)]  # fmt: skip
     return {
         "dense_mib": of_dense / 2**20,
         "full rank": peak(case, full, lod_step(case, full)) / of_dense,
         "small ranks": peak(case, small, lod_step(case, small)) / of_dense,
-        "dense, counted": counted[0] / of_dense,
-        "full rank, counted": counted[1] / counted[0],
-        "small ranks, counted": counted[2] / counted[0],
     }
 
 

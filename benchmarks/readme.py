@@ -40,14 +40,11 @@ def steps() -> list[str]:
 
 def memory() -> list[str]:
     lines = [
-        "| model | dense | full rank, × dense (counted) | small ranks, × dense (counted) |",
+        "| model | dense | full rank, × dense | small ranks, × dense |",
         "|---|---|---|---|",
     ]
     for model, found in record("memory")["answer"].items():
-        ratios = [
-            f"{found[ranks]:.2f} ({found[f'{ranks}, counted']:.2f})"
-            for ranks in ("full rank", "small ranks")
-        ]
+        ratios = [f"{found[ranks]:.2f}" for ranks in ("full rank", "small ranks")]
         lines.append(f"| {model} | {found['dense_mib']:.1f} MiB | {' | '.join(ratios)} |")
     return lines
 
@@ -134,8 +131,7 @@ def block() -> str:
     """Return the page's tables as they follow from the results."""
     about_memory = (
         "The most that a step holds at once, in bytes of tensors: parameters, optimizer state, "
-        "gradients, activations, products (`python benchmarks/memory.py`); in brackets what `lod "
-        "train` counts from shapes."
+        "gradients, activations, products (`python benchmarks/memory.py`)."
     )
     about = (
         "Four linear layers of 512 units at rank 64, batch 256 (`python benchmarks/peers.py`, of "

@@ -80,6 +80,7 @@ def method(
     if budget is not None:
         kind = one_of(":BudgetTraining", ":Budget", "train.budget:BudgetTraining")
         if hasattr(kind, "backward"):
+            others.pop("seed", None)  # nothing is drawn
             return kind(model, optimizer, **budget, **others)
         return lod.LoD(model, optimizer, penalty=kind(**budget), **others)
     if elastic is not None:
@@ -96,7 +97,9 @@ def compress(model: nn.Module, batches: Batches, *, correct: bool, steps: int) -
         ":compress", "pretrained.compress:compress", "pretrained.compression:compress"
     )
     scores = "own_scores", "scores_loss"
-    loss, soft_loss = (one_of(f":{name}", f"pretrained.outputs:{name}") for name in scores)
+    loss, soft_loss = (
+        one_of(f":{name}", f"sizes.outputs:{name}", f"pretrained.outputs:{name}") for name in scores
+    )
     known = inspect.signature(function).parameters
     options = {
         next(name for name in names if name in known): value
@@ -110,7 +113,10 @@ def compress(model: nn.Module, batches: Batches, *, correct: bool, steps: int) -
 
 def distill(model: nn.Module, batches: Batches, teacher: nn.Module, **options: Any) -> None:
     """Train a cut model by its original."""
-    function = one_of(":distill", ":heal", "pretrained.distill:distill", "pretrained.healing:heal")
+    function = one_of(
+        *(":distill", ":heal", "pretrained.distillation:distill", "pretrained.distillation:heal"),
+        "pretrained.healing:heal",
+    )
     function(model, batches, teacher=teacher, soft_loss=distance, **options)
 
 
@@ -529,7 +535,15 @@ def keep_run(record: Record, directory: Path) -> None:
     """Keep what a run directory holds, times left out."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     epochs = [json.loads(line) for line in lines]
-    record.said["epochs"] = [{k: v for k, v in epoch.items() if k != "seconds"} for epoch in epochs]
+    record.said["epochs"] = [
+        {
+            key: value
+            for key, value in epoch.items()
+            # notes may be worded differently; older versions say λ = 0 where there is none
+            if key not in ("seconds", "note") and (key, value) != ("penalty", 0.0)
+        }
+        for epoch in epochs
+    ]
     if any(epoch.get("ranks") for epoch in epochs):
         record.ranks = [[epoch["step"], epoch.get("ranks")] for epoch in epochs]
     result = json.loads((directory / "result.json").read_text())

@@ -25,7 +25,7 @@ from paper.scale import Scale
 
 ITEMS = (
     "toy", "table10", "swings", "dynamics", "sizes", "ablation", "counts", "cifar", "multi30k",
-    "times", "budgets", "pressure", "sampling", "compare", "compare_cifar",
+    "times", "budgets", "sampling", "compare", "compare_cifar",
     "compare_digits", "every-size", "every-size-whole",
 )  # fmt: skip
 """In the order of the README."""

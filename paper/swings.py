@@ -12,8 +12,7 @@ from maestro_lod.cli.run import Run
 from maestro_lod.cli.setup import Setup
 from maestro_lod.plot import svg
 from maestro_lod.train.evaluate import evaluate
-from maestro_lod.train.progress import Progress
-from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.progress import EpochRecord, Progress
 from paper.published import LENET
 from paper.scale import Scale
 

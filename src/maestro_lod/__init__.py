@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from maestro_lod.progress import show_progress
     from maestro_lod.sizes.frontier_search import frontier
     from maestro_lod.sizes.latency import latency
+    from maestro_lod.train.budget import BudgetTraining
+    from maestro_lod.train.elastic import ElasticTraining
     from maestro_lod.train.fit import fit
     from maestro_lod.train.lod import LoD
-    from maestro_lod.train.objective import Budget, Pressure
     from maestro_lod.train.penalty import group_lasso, importance, prox_group_lasso_
     from maestro_lod.train.sampling import RankSampler
     from maestro_lod.train.shrink import shrink
 
 
 __all__ = [
-    "Budget",
+    "BudgetTraining",
+    "ElasticTraining",
     "LoD",
     "MaestroError",
-    "Pressure",
     "RankSampler",
     "at_ranks",
     "decompose",
@@ -67,12 +68,18 @@ _HOMES = {
     "progress": ("show_progress",),
     "sizes.frontier_search": ("frontier",),
     "sizes.latency": ("latency",),
+    "train.budget": ("BudgetTraining",),
+    "train.elastic": ("ElasticTraining",),
     "train.fit": ("fit",),
     "train.lod": ("LoD",),
-    "train.objective": ("Budget", "Pressure"),
     "train.penalty": ("group_lasso", "importance", "prox_group_lasso_"),
     "train.sampling": ("RankSampler",),
     "train.shrink": ("shrink",),
+}
+_REMOVED = {
+    "Budget": ". Use BudgetTraining(model, optimizer, params=0.25).",
+    "Elastic": ". Use ElasticTraining(model, optimizer, smallest=0.1).",
+    "Pressure": ". Use LoD(…, penalty=λ), or BudgetTraining(model, optimizer, params=0.25).",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -83,7 +90,8 @@ def __getattr__(name: str) -> Any:
     `tune` needs the extra tune.
     """
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        instead = _REMOVED.get(name, "")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
     try:
         module = importlib.import_module(f"{__name__}.{_HOME[name]}")
     except ModuleNotFoundError as error:

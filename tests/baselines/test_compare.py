@@ -32,7 +32,7 @@ from maestro_lod.cli.setup import Setup
 from maestro_lod.errors import OptionError
 from maestro_lod.files.atomic import alone_in
 from maestro_lod.train.progress import Progress
-from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.progress import EpochRecord
 
 OWN = """
 import torch

@@ -15,7 +15,7 @@ from maestro_lod.cli.recipe import load_recipe
 from maestro_lod.cli.setup import Builds, Setup, data_of, model_of
 from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import count_params, summary
-from maestro_lod.train.narrow import widest
+from maestro_lod.train.size_settings import widest
 
 
 @pytest.mark.parametrize("size", [0.9, 0.5, 0.25, 0.1, 0.05])

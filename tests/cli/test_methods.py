@@ -24,13 +24,13 @@ from maestro_lod.errors import OptionError
 from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import Cost, count_params
-from maestro_lod.train.callbacks import Watch
+from maestro_lod.train.fit import Watch
 from maestro_lod.train.dense import Dense, DenseSettings
 from maestro_lod.train.fit import fit
 from maestro_lod.train.lod_settings import LoDSettings
 from maestro_lod.train.method import RunPlan, Settings, setting
 from maestro_lod.train.objective import Budget, Pressure
-from maestro_lod.train.record import EpochRecord, MethodRecord
+from maestro_lod.train.progress import EpochRecord, MethodRecord
 from tests.support.runs import assert_same_end, stopped
 
 # -- a method of one's own -----------------------------------------------------------------------

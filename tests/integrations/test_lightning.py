@@ -197,7 +197,7 @@ def test_ranks_and_cost_reach_the_logger(tmp_path: Path) -> None:
 
 def test_a_budget_learns_from_the_trainer_how_long_training_lasts() -> None:
     model = module()
-    callback = LoDCallback(penalty=Budget(params=0.5))
+    callback = LoDCallback(method=BudgetTraining, params=0.5)
     trainer(callback, epochs=6).fit(model, loader())
     assert callback.lod.record().relative_params <= 0.5
 

@@ -13,7 +13,7 @@ from maestro_lod.cli.run import Interrupted, Run
 from maestro_lod.cli.setup import Setup
 from maestro_lod.files.state import load_state
 from maestro_lod.train.progress import Progress
-from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.progress import EpochRecord
 
 
 class Until:

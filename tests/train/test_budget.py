@@ -15,7 +15,8 @@ from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import count_params
-from maestro_lod.train.callbacks import Watch
+from maestro_lod.train.budget import Budget
+from maestro_lod.train.fit import Watch
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.progress import Progress
 
@@ -36,12 +37,12 @@ def data() -> DataLoader[Any]:
 
 def trained(
     budget: dict[str, float], *, adam: bool = False, epochs: int = 12, **options: Any
-) -> tuple[nn.Module, lod.LoD, Progress]:
+) -> tuple[nn.Module, lod.BudgetTraining, Progress]:
     torch.manual_seed(0)
     model = lod.decompose(net())
     kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=0.003 if adam else 0.05, **options)
-    train = lod.LoD(model, optimizer, penalty=lod.Budget(**budget), example=torch.empty(1, 20))
+    train = lod.BudgetTraining(model, optimizer, **budget, example=torch.empty(1, 20))
     return model, train, lod.fit(model, data(), optimizer=optimizer, method=train, epochs=epochs)
 
 
@@ -65,13 +66,13 @@ def test_a_run_ends_within_its_budget_and_close_to_it(
     cost, dense = getattr(summary, f"fused_{kind}"), getattr(summary, f"dense_{kind}")
     allowed = 1000 if limit is None else round(limit * dense)
     assert 0.95 * allowed <= cost <= allowed
-    assert train.landing is not None and train.landing.phase == "landed" and train.penalty == 0.0
+    assert train.schedule.phase == "landed"
     phases = [record.phase for record in progress.history]
     assert phases.index("landed") == 3  # three tenths of the run, and the rest of that epoch
     ranks = [record.ranks for record in progress.history[phases.index("landed") :]]
     assert all(rank == ranks[0] for rank in ranks)
     assert progress.history[-1].train["accuracy"] > 0.4
-    assert all(record.penalty == 0.0 for record in progress.history)
+    assert all(record.penalty is None for record in progress.history)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -84,7 +85,7 @@ def test_a_model_in_half_precision_lands_and_goes_on_learning(
     kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
     more = {"lr": 0.003, "eps": 1e-4} if adam else {"lr": 0.05, "momentum": 0.9}
     optimizer = kind(model.parameters(), **more)
-    train = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.5))
+    train = lod.BudgetTraining(model, optimizer, params=0.5)
     batches = [(x.to(dtype), y) for x, y in data()]
     done = lod.fit(model, batches, optimizer=optimizer, method=train, epochs=12)
     assert count_params(lod.extract(model)) <= 0.5 * count_params(net())
@@ -97,7 +98,7 @@ def test_the_last_epoch_lands_whatever_was_planned() -> None:
     model, train, _ = trained({"params": 0.2, "steps": 10**6}, epochs=2, momentum=0.9)
     summary = lod.summary(model, torch.empty(1, 20))
     assert summary.fused_params <= round(0.2 * summary.dense_params)
-    assert train.landing is not None and train.landing.phase == "landed"
+    assert train.schedule.phase == "landed"
 
 
 @pytest.mark.parametrize("planned", [None, 20])
@@ -105,7 +106,7 @@ def test_a_loop_of_ones_own_lands_after_its_first_epoch_or_as_planned(planned: i
     torch.manual_seed(0)
     model = lod.decompose(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    train = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.3, steps=planned))
+    train = lod.BudgetTraining(model, optimizer, params=0.3, steps=planned)
     phases = []
     for _ in range(3):
         for x, y in data():
@@ -116,8 +117,7 @@ def test_a_loop_of_ones_own_lands_after_its_first_epoch_or_as_planned(planned: i
         train.end_epoch()
         phases.append(train.record().phase)
     assert phases == (["landed"] * 3 if planned is None else ["whole", "landed", "landed"])
-    assert train.landing is not None
-    assert lod.summary(model, torch.empty(1, 20)).fused_params <= train.landing.limit
+    assert lod.summary(model, torch.empty(1, 20)).fused_params <= train.schedule.limit
 
 
 class Stop(Exception):
@@ -131,7 +131,7 @@ def test_a_run_goes_on_exactly_from_any_phase(step: int, tmp_path: Any) -> None:
     model = lod.decompose(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     example = torch.empty(1, 20)
-    train = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.3), example=example)
+    train = lod.BudgetTraining(model, optimizer, params=0.3, example=example)
 
     def save(progress: Progress) -> None:
         if progress.step == step:
@@ -146,7 +146,7 @@ def test_a_run_goes_on_exactly_from_any_phase(step: int, tmp_path: Any) -> None:
     model.load_state_dict(state[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer.load_state_dict(state[1])
-    train = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.3), example=example)
+    train = lod.BudgetTraining(model, optimizer, params=0.3, example=example)
     train.load_state_dict(state[2])
     progress = Progress.from_state(state[3])
     lod.fit(model, data(), optimizer=optimizer, method=train, epochs=12, progress=progress)
@@ -154,7 +154,7 @@ def test_a_run_goes_on_exactly_from_any_phase(step: int, tmp_path: Any) -> None:
         whole.state_dict().items(), model.state_dict().values(), strict=True
     ):
         assert torch.equal(one, other), name
-    assert [r.penalty for r in progress.history] == [r.penalty for r in expected.history]
+    assert [r.ranks for r in progress.history] == [r.ranks for r in expected.history]
 
 
 @pytest.mark.parametrize(
@@ -181,15 +181,15 @@ def test_a_budget_that_cannot_be_met_is_refused(budget: dict[str, Any], words: s
     model = lod.decompose(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(OptionError, match=words):
-        lod.LoD(model, optimizer, penalty=lod.Budget(**budget), example=torch.empty(1, 20))
+        lod.BudgetTraining(model, optimizer, **budget, example=torch.empty(1, 20))
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("25%", 0.25), ("0.25x", 0.25), ("300k", 300_000), ("1.2M", 1_200_000)]
 )
 def test_a_budget_may_be_written_as_text(text: str, value: float) -> None:
-    assert lod.Budget(params=text) == lod.Budget(params=value)
-    assert str(lod.Budget(macs=text)) == str(lod.Budget(macs=value))
+    assert Budget(params=text) == Budget(params=value)
+    assert str(Budget(macs=text)) == str(Budget(macs=value))
 
 
 def test_frozen_layers_are_named_where_they_keep_a_budget_from_being_met() -> None:
@@ -198,46 +198,57 @@ def test_frozen_layers_are_named_where_they_keep_a_budget_from_being_met() -> No
     name, layer = next(iter(low_rank_layers(model).items()))
     layer.requires_grad_(False)
     with pytest.raises(OptionError, match=rf"frozen layers keep all their ranks \({name}\)"):
-        lod.LoD(model, optimizer, penalty=lod.Budget(params=0.1))
+        lod.BudgetTraining(model, optimizer, params=0.1)
     model.requires_grad_(False)
-    with pytest.raises(OptionError, match=r"nothing for LoD to train.*frozen"):
-        lod.LoD(model, optimizer, penalty=lod.Budget(params=0.1))
+    with pytest.raises(OptionError, match=r"nothing for BudgetTraining to train.*frozen"):
+        lod.BudgetTraining(model, optimizer, params=0.1)
 
 
-def test_a_budget_needs_ranks_to_remove_and_macs_to_count() -> None:
+def test_a_budget_of_macs_needs_an_example() -> None:
     model = lod.decompose(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(OptionError, match="has to remove ranks"):
-        lod.LoD(model, optimizer, penalty=lod.Budget(params=0.2), threshold=None)
-    with pytest.raises(OptionError, match="example"):
-        lod.LoD(model, optimizer, penalty=lod.Budget(macs=0.2))
+    with pytest.raises(OptionError, match="needs an example"):
+        lod.BudgetTraining(model, optimizer, macs=0.2)
 
 
 def test_a_state_of_a_budget_that_pressed_ranks_goes_on_and_lands() -> None:
     torch.manual_seed(0)
     model = lod.decompose(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    train = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.4), example=torch.empty(1, 20))
+    train = lod.BudgetTraining(model, optimizer, params=0.4, example=torch.empty(1, 20))
     state = train.state_dict()
     state["budget"] |= {"phase": "pressing", "steps": 8, "step": 20, "pace": 0.1, "spared": ["0"]}
     train.load_state_dict(state)
-    assert train.landing is not None and train.landing.phase == "whole"
+    assert train.schedule.phase == "whole"
     lod.fit(model, data(), optimizer=optimizer, method=train, epochs=2)
-    assert train.landing.phase == "landed"
+    assert train.schedule.phase == "landed"
     assert count_params(lod.extract(model)) <= 0.4 * count_params(net())
 
 
-def test_a_state_without_a_budget_is_refused() -> None:
+def test_a_state_of_another_method_is_refused_and_named() -> None:
     model = lod.decompose(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = lod.LoD(model, optimizer).state_dict()
-    landing = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.2))
-    with pytest.raises(TrainingError, match=r"without a budget, but .* created with one\. Create"):
-        landing.load_state_dict(state)
-    with pytest.raises(TrainingError, match="with a budget, but this LoD was created without one"):
-        lod.LoD(model, optimizer).load_state_dict(landing.state_dict())
-    with pytest.raises(OptionError, match="no budget to land on"):
-        lod.LoD(model, optimizer).land()
+    methods = [
+        lod.LoD(model, optimizer),
+        lod.BudgetTraining(model, optimizer, params=0.2),
+        lod.ElasticTraining(model, optimizer, smallest=0.2),
+    ]
+    for method in methods:
+        before = method.state_dict()
+        for other in methods:
+            if other is not method:
+                saved_by, kind = type(other).__name__, type(method).__name__
+                words = f"saved by {saved_by}, but this is a {kind}. Create a {saved_by}"
+                with pytest.raises(TrainingError, match=words):
+                    method.load_state_dict(other.state_dict())
+        assert repr(method.state_dict()) == repr(before)
+        method.load_state_dict(before)
+
+
+@pytest.mark.parametrize("name", ["Budget", "Elastic", "Pressure"])
+def test_names_that_are_gone_say_what_to_use_instead(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"'{name}'. Use .*Training|'Pressure'. Use LoD"):
+        getattr(lod, name)
 
 
 def test_costs_are_those_of_the_deployed_model() -> None:
@@ -269,7 +280,7 @@ def test_macs_that_no_rank_can_save_are_not_counted_as_saved() -> None:
     assert ledger.costs(model).at(ranks).macs == 3 * (4 * 16 * (8 + 16) + 16 + 30)
     with pytest.raises(lod.MaestroError, match="too small"):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        lod.LoD(model, optimizer, penalty=lod.Budget(macs=0.5), example=example)
+        lod.BudgetTraining(model, optimizer, macs=0.5, example=example)
 
 
 def test_every_step_trains_the_whole_model_and_costs_what_it_does() -> None:
@@ -300,7 +311,7 @@ def test_the_optimizer_goes_on_with_its_moments(adam: bool) -> None:
     kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
     options = {} if adam else {"momentum": 0.9}
     optimizer = kind(model.parameters(), lr=0.003 if adam else 0.05, **options)
-    train = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.3, steps=16))
+    train = lod.BudgetTraining(model, optimizer, params=0.3, steps=16)
     lod.fit(model, data(), optimizer=optimizer, method=train, epochs=1)
     for layer in low_rank_layers(model).values():
         for factor in (layer.u, layer.v):
@@ -326,12 +337,11 @@ def test_layers_that_are_deployed_dense_count_as_dense() -> None:
     x = torch.randn(2, 16, 3, 3)
     model(x)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train = lod.LoD(model, optimizer, penalty=lod.Budget(params=0.7, steps=3))
+    train = lod.BudgetTraining(model, optimizer, params=0.7, steps=3)
     for _ in range(4):
         with train.step():
             model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     train.end_epoch()
-    assert train.landing is not None
-    assert count_params(lod.extract(model)) <= train.landing.limit
+    assert count_params(lod.extract(model)) <= train.schedule.limit

@@ -20,8 +20,8 @@ from maestro_lod.errors import OptionError
 from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import cost_of
-from maestro_lod.train.callbacks import Watch
-from maestro_lod.train.elastic import Elastic, ElasticSampler
+from maestro_lod.train.fit import Watch
+from maestro_lod.train.elastic import SizeSampler
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.progress import Progress
 
@@ -71,8 +71,8 @@ def batches(shape: tuple[int, ...], count: int = 4) -> list[tuple[Tensor, Tensor
 
 
 def made(
-    kind: str, *, adam: bool = False, least: float = 0.2, alone: int | None = None, seed: int = 0
-) -> tuple[nn.Module, Any, lod.LoD]:
+    kind: str, *, adam: bool = False, least: float = 0.2, warmup: int | None = None, seed: int = 0
+) -> tuple[nn.Module, Any, lod.ElasticTraining]:
     torch.manual_seed(0)
     make, shape = MODELS[kind]
     model = lod.decompose(make())
@@ -82,9 +82,10 @@ def made(
         if adam
         else torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     )
-    train = lod.LoD(
-        model, optimizer, sampling=Elastic(least, alone), example=torch.empty(1, *shape), seed=seed
-    )
+    train = lod.ElasticTraining(
+        model, optimizer, smallest=least, warmup_epochs=warmup, example=torch.empty(1, *shape),
+        seed=seed,
+    )  # fmt: skip
     return model, optimizer, train
 
 
@@ -105,7 +106,7 @@ def test_sizes_are_spread_evenly_over_the_logarithm_of_the_cost(least: float, se
     torch.manual_seed(seed)
     model = lod.decompose(nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 50)))
     costs = Ledger.of(model).costs(model)  # no MACs: one ladder
-    sampler = ElasticSampler(model, Elastic(least), seed=seed)
+    sampler = SizeSampler(model, least, seed=seed)
     sampler.build(costs)
     (ladder,) = sampler._ladders
     shares = [
@@ -119,7 +120,7 @@ def test_sizes_are_spread_evenly_over_the_logarithm_of_the_cost(least: float, se
 
 
 def test_draws_are_as_likely_as_the_ledger_takes_them_to_be() -> None:
-    model, _, train = made("mlp", alone=0)
+    model, _, train = made("mlp", warmup=0)
     with pytest.raises(OptionError, match="two passes"), train.step():
         pass
     x, y = batches((6,))[0]
@@ -148,7 +149,7 @@ def test_it_costs_at_most_six_tenths_more_than_training_by_pairs() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pairs = lod.LoD(model, optimizer, example=example)
     by_pairs = pairs.ledger.epoch_cost(model, pairs.sampler.chances()).macs
-    sampler = ElasticSampler(model, Elastic(0.1))
+    sampler = SizeSampler(model, 0.1)
     sampler.build(pairs.ledger.costs(model))
     whole = pairs.ledger.epoch_cost(model, {}).macs
     both = pairs.ledger.epoch_cost(model, sampler.chances(), full_pass=1.0).macs
@@ -158,13 +159,13 @@ def test_it_costs_at_most_six_tenths_more_than_training_by_pairs() -> None:
 
 def test_a_kind_of_cost_that_no_rank_saves_is_not_drawn_by() -> None:
     """Torch's recurrent kernels multiply factors out: sizes differ in params alone."""
-    model, optimizer, train = made("lstm", alone=0)
+    model, optimizer, train = made("lstm", warmup=0)
     lod.fit(model, batches((5, 6), 1), optimizer=optimizer, method=train, epochs=1)
     assert len(train.state_dict()["sampler"]["ladders"]) == 1
 
 
 def test_ranks_are_in_order_once_sizes_are_trained() -> None:
-    model, optimizer, train = made("mlp", alone=2)
+    model, optimizer, train = made("mlp", warmup=2)
     data = batches((6,))
     lod.fit(model, data, optimizer=optimizer, method=train, epochs=2)
     for layer in low_rank_layers(model).values():
@@ -222,8 +223,8 @@ def test_draws_depend_on_the_seed_and_the_weights_alone() -> None:
     samplers = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed * 100)
-        _, _, train = made("mlp", alone=0, seed=seed)
-        train.sampler.waits(0, train.ledger)  # type: ignore[attr-defined]
+        _, _, train = made("mlp", warmup=0, seed=seed)
+        train.sampler.build(train.ledger.costs(train.model))
         torch.rand(seed)
         samplers.append(train.sampler)
     one, same, other = samplers
@@ -232,7 +233,7 @@ def test_draws_depend_on_the_seed_and_the_weights_alone() -> None:
 
 
 def test_the_whole_model_teaches_where_outputs_can_be_compared() -> None:
-    model, _, train = made("mlp", alone=0)
+    model, _, train = made("mlp", warmup=0)
     x, y = batches((6,))[0]
     asked = []
 
@@ -269,7 +270,7 @@ def test_ranks_that_save_nothing_leave_the_whole_model_to_train() -> None:
     model = lod.decompose(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].requires_grad_(False)
-    train = lod.LoD(model, optimizer, sampling=Elastic(0.1, alone=0))
+    train = lod.ElasticTraining(model, optimizer, smallest=0.1, warmup_epochs=0)
     x = torch.randn(8, 8)
     train.backward(lambda: model(x), lambda out: out.square().mean())
     assert train.sampler.sample() == {"1": 2}
@@ -277,10 +278,12 @@ def test_ranks_that_save_nothing_leave_the_whole_model_to_train() -> None:
 
 @pytest.mark.parametrize("least", [0.0, 1.0, -0.1, float("nan"), 2])
 def test_a_share_that_is_none_is_refused(least: float) -> None:
+    model = lod.decompose(nn.Sequential(nn.Linear(8, 8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(OptionError, match="elastic"):
-        Elastic(least)
-    with pytest.raises(OptionError, match="alone"):
-        Elastic(0.1, alone=-1)
+        lod.ElasticTraining(model, optimizer, smallest=least)
+    with pytest.raises(OptionError, match="warmup_epochs"):
+        lod.ElasticTraining(model, optimizer, warmup_epochs=-1)
 
 
 def test_a_recipe_chooses_it_in_place_of_its_penalty() -> None:
@@ -291,8 +294,8 @@ def test_a_recipe_chooses_it_in_place_of_its_penalty() -> None:
     example = torch.empty(1, 1, 28, 28)
     dense = cost_of(LeNet(), example)
     train = settings.make(model, optimizer, example=example, seed=0, dense=dense)
-    assert train.sampler.elastic == Elastic(0.1) and train.passes.elastic
+    assert isinstance(train, lod.ElasticTraining) and train.sampler.smallest == 0.1
     with pytest.raises(OptionError, match="elastic=2"):
         load_recipe("lenet-mnist", ["elastic=2"])
-    with pytest.raises(OptionError, match="presses none"):
+    with pytest.raises(OptionError, match="cannot be combined"):
         load_recipe("lenet-mnist", ["elastic=0.1", "penalty=0.1"])

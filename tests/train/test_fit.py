@@ -23,7 +23,7 @@ from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers import LowRank, composed_once
 from maestro_lod.model.cost import count_params
 from maestro_lod.train import fit as fit_module
-from maestro_lod.train.callbacks import Watch
+from maestro_lod.train.fit import Watch
 from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.evaluate import CrossEntropy, Score, evaluate, recalibrate
 from maestro_lod.train.fit import FitOptions, fit
@@ -894,7 +894,7 @@ def test_batches_that_are_mappings_train_on_the_loss_of_the_output(way: str) -> 
     optimizer, options = optim.SGD(model.parameters(), lr=0.1), dict[str, Any]()
     ways: dict[str, Callable[[], LoD]] = {
         "lod": lambda: LoD(model, optimizer, penalty=1e-4, proximal=True),
-        "budget": lambda: LoD(model, optimizer, penalty=Budget(params=0.6)),
+        "budget": lambda: BudgetTraining(model, optimizer, params=0.6),
         "elastic": lambda: LoD(model, optimizer, sampling=Elastic(0.3)),
     }
     if trains:

@@ -36,7 +36,7 @@ from maestro_lod.layers import LowRank
 from maestro_lod.sizes.allocation import Allocation
 from maestro_lod.train.evaluate import IGNORED, CrossEntropy
 from maestro_lod.train.fit import fit
-from maestro_lod.train.floor import reachable_importance
+from maestro_lod.train.diagnostics import reachable_importance
 from maestro_lod.train.sampling import STRATEGIES
 from maestro_lod.train.shrink import cut
 

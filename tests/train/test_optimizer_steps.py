@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from maestro_lod.train.optimizer_steps import call_after_steps, call_before_steps
+from maestro_lod.train.steps import call_after_steps, call_before_steps
 
 
 class Listener:

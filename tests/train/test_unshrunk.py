@@ -12,8 +12,8 @@ from maestro_lod.model.surgery import decompose
 from maestro_lod.train.fit import fit
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.objective import Budget, Strength
-from maestro_lod.train.record import EpochRecord
-from maestro_lod.train.unshrunk import unshrunk
+from maestro_lod.train.progress import EpochRecord
+from maestro_lod.train.diagnostics import unshrunk
 
 SAID = "the model has not shrunk"
 

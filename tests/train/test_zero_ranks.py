@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from maestro_lod import Budget, LoD, decompose, ranks
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.train.callbacks import Watch
+from maestro_lod.train.fit import Watch
 from maestro_lod.train.fit import fit
 from maestro_lod.train.method import RunPlan
 from maestro_lod.train.progress import Progress
@@ -281,7 +281,7 @@ def test_under_a_budget_too_nothing_goes_that_has_not_moved() -> None:
     torch.manual_seed(0)
     model = decompose(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), zeroed(nn.Linear(32, 10))))
     optimizer = optim.SGD(model.parameters(), lr=0.0)
-    train = LoD(model, optimizer, penalty=Budget(params=0.3, steps=1000))
+    train = BudgetTraining(model, optimizer, params=0.3, steps=1000)
     one_step(model, train, *digits()[0][0])
     assert train.end_epoch() == {}
     assert train.landing is not None

@@ -13,8 +13,7 @@ from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import Cost
 from maestro_lod.model.inputs import Example
 from maestro_lod.train.method import Builder, setting
-from maestro_lod.train.narrow import narrowed
-from maestro_lod.train.size_settings import Measure, SizedSettings
+from maestro_lod.train.size_settings import Measure, SizedSettings, narrowed
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from maestro_lod.errors import OptionError
 from maestro_lod.layers.plain import tables_of
 from maestro_lod.model.macs import dense_macs
 from maestro_lod.train.method import RunPlan
-from maestro_lod.train.record import MethodRecord
+from maestro_lod.train.progress import MethodRecord
 from maestro_lod.train.size_settings import require_reachable
 
 INDEX_BITS = 32  # of a position, where a map with a bit for every weight would be larger

@@ -17,7 +17,7 @@ from maestro_lod.model.macs import dense_macs
 from maestro_lod.train.dense import Dense
 from maestro_lod.train.ledger import EpochCost, Ledger
 from maestro_lod.train.method import RunPlan
-from maestro_lod.train.record import MethodRecord
+from maestro_lod.train.progress import MethodRecord
 
 
 class Staged(Dense):

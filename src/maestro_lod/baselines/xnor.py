@@ -21,7 +21,7 @@ from maestro_lod.layers.ranks import matches
 from maestro_lod.model.cost import Cost, count_bits, count_params
 from maestro_lod.model.macs import dense_macs
 from maestro_lod.train.method import Settings, setting
-from maestro_lod.train.record import MethodRecord
+from maestro_lod.train.progress import MethodRecord
 
 
 @dataclass(frozen=True)

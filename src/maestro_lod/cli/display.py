@@ -14,8 +14,8 @@ from maestro_lod.cli.recipe import Recipe
 from maestro_lod.cli.run import Run
 from maestro_lod.cli.setup import Setup
 from maestro_lod.train import progress as training
-from maestro_lod.train.objective import Budget
-from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.budget import Budget
+from maestro_lod.train.progress import EpochRecord
 
 _EVERY = 10.0  # seconds, at least, between lines in a pipe
 

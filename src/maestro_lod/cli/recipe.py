@@ -31,8 +31,8 @@ from maestro_lod.cli.sections import (
 from maestro_lod.cli.user_code import names_own_code, own_function
 from maestro_lod.cli.yaml_settings import as_yaml, change, parsed, shown, text_of
 from maestro_lod.errors import OptionError, listed, nearest
+from maestro_lod.train.budget import Budget
 from maestro_lod.train.method import Settings
-from maestro_lod.train.objective import Budget
 
 T = TypeVar("T")
 
@@ -229,6 +229,7 @@ def _keys_of_others(method: type[Settings]) -> dict[str, type[Settings]]:
 
 def _without_others(settings: Mapping[str, Any], method: type[Settings]) -> dict[str, Any]:
     """Leave out settings of other methods that are at their defaults, and refuse what is not."""
+    settings = _without_pressure(settings)
     own = {entry.name for entry in dataclasses.fields(method)}  # type: ignore[arg-type]
     if not settings.keys() - own - Recipe.model_fields.keys():
         return dict(settings)  # the other methods need not be imported
@@ -237,6 +238,16 @@ def _without_others(settings: Mapping[str, Any], method: type[Settings]) -> dict
     if useless := [key for key, of in given.items() if not _is_usual(key, settings[key], of)]:
         raise OptionError(f"method={_method_name(settings)} has no use for {', '.join(useless)}.")
     return {key: value for key, value in settings.items() if key not in others}
+
+
+def _without_pressure(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out a setting that older recipes have, unless they make use of it."""
+    if settings.get("pressure"):
+        raise OptionError(
+            f"pressure={settings['pressure']} is not supported any more. Set penalty (a λ), or "
+            "budget.params (a size)."
+        )
+    return {key: value for key, value in settings.items() if key != "pressure"}
 
 
 def _is_usual(key: str, value: Any, section: type[Section]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import platform
@@ -29,7 +28,7 @@ from maestro_lod.cli.run_identity import (
     require_same_weights,
     weights_digest,
 )
-from maestro_lod.cli.setup import Setup, data_of, dense_model_of, model_of
+from maestro_lod.cli.setup import Setup, data_of, model_of
 from maestro_lod.cli.torchrun import any_says, by_the_first, is_first, processes, wrapped
 from maestro_lod.cli.yaml_settings import settings_in
 from maestro_lod.errors import CheckpointError, OptionError
@@ -38,13 +37,10 @@ from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers.ranks import low_rank_layers, match_ranks
 from maestro_lod.model.checkpoint import load, save
 from maestro_lod.model.cost import count_params, summary
-from maestro_lod.train.callbacks import Watch
 from maestro_lod.train.evaluate import evaluate, to_evaluate
-from maestro_lod.train.fit import FitOptions, fit
-from maestro_lod.train.footprint import footprint
+from maestro_lod.train.fit import FitOptions, Watch, fit
 from maestro_lod.train.method import Reshaping
-from maestro_lod.train.progress import Progress
-from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.progress import EpochRecord, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +217,6 @@ class Run(RunDirectory):
             "size": progress.history[-1].size(),
             "summary": counted.to_dict() | dense,
             "ledger": setup.method.training_cost(),
-            "memory": self._memory(setup, counted.dense_params == setup.dense.params),
             "full_ranks": {name: m.full_rank for name, m in low_rank_layers(model).items()},
             "seconds": sum(record.seconds or 0.0 for record in progress.history),
             "epochs": progress.epoch,
@@ -230,25 +225,6 @@ class Run(RunDirectory):
         with self.explained():
             write_report([self.directory], self.directory / "report.html")
         return result
-
-    def _memory(self, setup: Setup, of_full_width: bool) -> dict[str, dict[str, int]] | None:
-        """Count what a training step holds at full rank, at the end, and for the dense model."""
-        if not low_rank_layers(setup.model):
-            return None
-        count = functools.partial(
-            footprint, example=setup.data.example,
-            batch=-(-self.recipe.batch // processes()), moments=_moments(self.recipe),
-        )  # fmt: skip
-        try:
-            dense = setup.model if of_full_width else dense_model_of(self.recipe, setup.data)
-            return {
-                "dense": count(dense, form="dense").to_dict(),
-                "full rank": count(setup.model, form="full rank").to_dict(),
-                "at the end": count(setup.model).to_dict(),
-            }
-        except Exception as error:  # of the user's model, and no reason to lose what was trained
-            logger.warning("the memory of a step cannot be counted (%s).", error)
-            return None
 
     # -- afterwards ----------------------------------------------------------------------------
 

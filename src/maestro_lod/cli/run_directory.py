@@ -26,7 +26,7 @@ from typing import Any
 from maestro_lod.errors import CheckpointError, OptionError, TrainingError
 from maestro_lod.files.atomic import alone_in, open_to_append, remove_leftovers, replacing
 from maestro_lod.files.json_files import Shape, parse_json, read_json_file, read_limited
-from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.progress import EpochRecord
 
 _RESULT: Shape = {
     "settings?": dict | None, "weights?": str | None, "full_ranks?": {str: int},

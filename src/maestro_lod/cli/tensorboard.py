@@ -8,8 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from maestro_lod.cli.run import Run
 from maestro_lod.cli.setup import Setup
-from maestro_lod.train.progress import Progress
-from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.progress import EpochRecord, Progress
 
 
 class TensorBoard:

@@ -44,10 +44,17 @@ from maestro_lod.model.limits import require_limits
 from maestro_lod.model.surgery import decompose
 from maestro_lod.sizes.frontier_search import frontier
 from maestro_lod.sizes.latency import all_dense, latency
-from maestro_lod.train.evaluate import evaluate, hits_of, recalibrate, to_evaluate
+from maestro_lod.train.evaluate import (
+    SAMPLES,
+    evaluate,
+    first_samples,
+    hits_of,
+    mean_loss,
+    recalibrate,
+    to_evaluate,
+)
 from maestro_lod.train.finetune import finetune
 from maestro_lod.train.fit import FitOptions
-from maestro_lod.train.loss_samples import SAMPLES, first_samples, mean_loss
 
 Progress = Callable[[int, float], None]
 

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.integrations.driver import Driver, Options, follow_loading
+from maestro_lod.train.budget import BudgetTraining
 from maestro_lod.train.lod import LoD
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class AcceleratedLoD:
         accelerator.register_for_checkpointing(self)
 
     @property
-    def lod(self) -> LoD:
-        """The LoD that does the work."""
+    def lod(self) -> LoD | BudgetTraining:
+        """The method that does the work."""
         return self._driver.lod
 
     @contextmanager
@@ -89,7 +90,7 @@ class AcceleratedLoD:
         self._step = None
         if self._accelerator.sync_gradients:
             self.steps += 1
-            self.lod.add_penalty_gradients()
+            self._driver.add_penalty_gradients()
 
     def end_epoch(self, *, last: bool = False) -> dict[str, float]:
         """Book the epoch, remove useless ranks, log what is known and return it."""

@@ -1,6 +1,6 @@
-"""What the callbacks of all trainers share: a LoD that is made when training starts.
+"""What the callbacks of all trainers share: a method that is made when training starts.
 
-A trainer makes its optimizer late and calls back; so a callback holds the options of a LoD until
+A trainer makes its optimizer late and calls back; so a callback holds the options of a method until
 there is an optimizer, and its saved state until model and optimizer have been restored.
 """
 
@@ -19,9 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from maestro_lod.errors import OptionError, TrainingError, listed, nearest
 from maestro_lod.layers.ranks import match_ranks, require_low_rank
 from maestro_lod.model.inputs import Example
+from maestro_lod.train.budget import BudgetTraining
+from maestro_lod.train.elastic import ElasticTraining
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import RunPlan, Schedule
-from maestro_lod.train.objective import Strength
+from maestro_lod.train.rank_training import RankTraining
 from maestro_lod.train.shrink import unwrapped_optimizer
 
 if TYPE_CHECKING:
@@ -29,9 +31,13 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """The options of `LoD` that trainers can keep; those of two passes need a loop of one's own."""
+    """The method, `LoD` or `BudgetTraining`, and its options; those of two passes need a loop."""
 
-    penalty: Strength
+    method: type[LoD] | type[BudgetTraining]
+    params: float | str
+    macs: float | str
+    steps: int
+    penalty: float
     threshold: float | None
     seed: int
     sampling: str
@@ -42,18 +48,17 @@ class Options(TypedDict, total=False):
 
 
 class Driver:
-    """Does what a trainer's events ask for with one LoD, in the order that they come in."""
+    """Does what a trainer's events ask for with one method, in the order that they come in."""
 
     def __init__(self, **options: Unpack[Options]) -> None:
-        _require_options(options)
-        self._options = options
-        self._lod: LoD | None = None
+        self._method, self._options = _require_options(options)
+        self._lod: LoD | BudgetTraining | None = None
         self._saved: Mapping[str, Any] | None = None
         self._epoch_open = False
 
     @property
-    def lod(self) -> LoD:
-        """The LoD of the training that has started."""
+    def lod(self) -> LoD | BudgetTraining:
+        """The method of the training that has started."""
         if self._lod is None:
             raise TrainingError("there is no LoD before training has started.")
         return self._lod
@@ -61,14 +66,19 @@ class Driver:
     @property
     def by_gradients(self) -> bool:
         """Whether the penalty is added to gradients, where their scale matters."""
-        return self.lod.penalty != 0.0 and not self.lod.proximal
+        return isinstance(self.lod, LoD) and self.lod.penalty != 0.0 and not self.lod.proximal
+
+    def add_penalty_gradients(self) -> None:
+        """Add the gradients of the penalty, if the method has one; once per optimizer step."""
+        if isinstance(self.lod, LoD):
+            self.lod.add_penalty_gradients()
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan | None = None) -> None:
-        """Make the LoD, in the state that was loaded if there is one; training starts after it."""
+        """Make the method, in the state that was loaded if there is one."""
         self._lod = None  # an earlier one must not act on the optimizer any more
         require_low_rank(model)
         _require_matching_state(optimizer)
-        lod = LoD(model, optimizer, **self._options)
+        lod = self._method(model, optimizer, **self._options)
         saved, self._saved, self._epoch_open = self._saved, None, False
         if saved is not None:
             lod.load_state_dict(saved["lod"])
@@ -109,7 +119,7 @@ class Driver:
             self._epoch_open = bool(state["epoch_open"])
 
 
-def numbers_of(lod: LoD) -> dict[str, float]:
+def numbers_of(lod: RankTraining) -> dict[str, float]:
     """Return what a logger should know of a finished epoch: size, cost, λ, and all ranks."""
     record = lod.record()
     numbers: dict[str, float | None] = {
@@ -150,19 +160,33 @@ def require_single(callbacks: list[Any], kind: type) -> None:
         raise OptionError(f"the trainer has {count} {kind.__name__}s. Give it one.")
 
 
-def _require_options(options: Options) -> None:
-    known = list(Options.__annotations__)
-    for option in options:
+def _require_options(
+    options: Options,
+) -> tuple[type[LoD] | type[BudgetTraining], dict[str, Any]]:
+    """Return the method and its options; raise OptionError if a trainer cannot keep them."""
+    of_method: dict[str, Any] = dict(options)
+    method = of_method.pop("method", LoD)
+    if method is ElasticTraining:
+        raise OptionError(
+            "ElasticTraining needs two passes per step, which a trainer does not do. Write the "
+            "loop with ElasticTraining.backward, or use fit."
+        )
+    if method not in (LoD, BudgetTraining):
+        raise OptionError(f"method={method!r} is not a method. Choose LoD or BudgetTraining.")
+    known = [o for o in Options.__annotations__ if o in inspect.signature(method).parameters]
+    for option in of_method:
         if option in known:
             continue
-        if option in inspect.signature(LoD).parameters:
+        if option in inspect.signature(method).parameters:
             raise OptionError(
                 f"{option} needs two passes per step, which a trainer does not do. Write the loop "
                 "with LoD.backward, or use fit."
             )
         raise OptionError(
-            f"LoD has no option {option!r}.{nearest(option, known)} Options: {listed(known, 12)}."
+            f"{method.__name__} has no option {option!r}.{nearest(option, known)} Options: "
+            f"{listed(known, 12)}."
         )
+    return method, of_method
 
 
 def _require_matching_state(optimizer: Optimizer) -> None:

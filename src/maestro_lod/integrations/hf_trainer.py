@@ -29,6 +29,7 @@ from maestro_lod.integrations.driver import (
     schedule_of,
 )
 from maestro_lod.layers.ranks import require_low_rank
+from maestro_lod.train.budget import BudgetTraining
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import RunPlan
 
@@ -59,14 +60,14 @@ class LoDTrainerCallback(TrainerCallback):
         follow_loading(self._trainer.model)
 
     @property
-    def lod(self) -> LoD:
-        """The LoD of the training that has started."""
+    def lod(self) -> LoD | BudgetTraining:
+        """The method of the training that has started."""
         return self._driver.lod
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Make the LoD; weights and optimizer are restored by now, if there was a checkpoint."""
+        """Make the method; weights and optimizer are restored by now, if there was a checkpoint."""
         trainer = self._trainer
         require_single(trainer.callback_handler.callbacks, LoDTrainerCallback)
         states: Any = state.stateful_callbacks  # a dict once the state is made
@@ -91,7 +92,7 @@ class LoDTrainerCallback(TrainerCallback):
         with self._driver.step():
             loss = self._untouched(model, *args, **kwargs)
         if self._trainer.accelerator.sync_gradients:
-            self.lod.add_penalty_gradients()
+            self._driver.add_penalty_gradients()
         return loss
 
     def on_step_end(
@@ -135,7 +136,7 @@ class _WhenWritten:
     """Stands among the states of callbacks for one that is read when the trainer copies it.
 
     The trainer does so to write a checkpoint. Its own way for callbacks that have a state would
-    make them anew from numbers and text when training goes on, which a Budget or a trainer is not.
+    make them anew from numbers and text when training goes on, which a method or a trainer is not.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:

@@ -28,6 +28,7 @@ from maestro_lod.integrations.driver import (
     schedule_of,
 )
 from maestro_lod.layers.ranks import require_low_rank
+from maestro_lod.train.budget import BudgetTraining
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import RunPlan
 
@@ -49,8 +50,8 @@ class LoDCallback(Callback):
         self._numbers: dict[str, float] | None = None
 
     @property
-    def lod(self) -> LoD:
-        """The LoD of the training that has started."""
+    def lod(self) -> LoD | BudgetTraining:
+        """The method of the training that has started."""
         return self._driver.lod
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -82,7 +83,7 @@ class LoDCallback(Callback):
             self._following = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the LoD; weights and optimizer are restored by now, if there was a checkpoint."""
+        """Make the method; weights and optimizer are restored by now, if there was a checkpoint."""
         if len(trainer.optimizers) != 1:
             raise OptionError(
                 f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers, LoD works "
@@ -105,7 +106,7 @@ class LoDCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Add the penalty's gradients to what was accumulated; clipping comes after."""
-        self.lod.add_penalty_gradients()
+        self._driver.add_penalty_gradients()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -27,8 +27,8 @@ from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, un
 from maestro_lod.model.inputs import call, device_of, in_mode, on_device, split_batch
 from maestro_lod.sizes.calibration import Batches
 from maestro_lod.sizes.outputs import SoftLoss, soft_loss_for, values_loss
+from maestro_lod.train.diagnostics import require_finite_loss
 from maestro_lod.train.evaluate import recalibrate
-from maestro_lod.train.finite import require_finite_loss
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.schedule import cosine
 

@@ -13,7 +13,7 @@ from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
 from maestro_lod.model.cost import Cost, count_bits, count_params
 from maestro_lod.train.method import RunPlan, Settings
-from maestro_lod.train.record import MethodRecord
+from maestro_lod.train.progress import MethodRecord
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from maestro_lod.errors import CheckpointError, OptionError, require_at_least_one
 from maestro_lod.files.state import load_state, save_state
 from maestro_lod.model.inputs import Batch, Loss
-from maestro_lod.train.callbacks import Watch
-from maestro_lod.train.fit import FitOptions, fit
+from maestro_lod.train.fit import FitOptions, Watch, fit
 from maestro_lod.train.progress import Progress
 
 _RATE = 0.3  # of the learning rate that a training begins with; for an MLP better than 1 and 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,17 +28,38 @@ from maestro_lod.errors import (
 )
 from maestro_lod.layers import composed_once
 from maestro_lod.model.inputs import Batch, Loss, autocast, call, device_of, on_device, split_batch
-from maestro_lod.train.callbacks import Watch, usual_watch
-from maestro_lod.train.checks import require_loss, require_trainable
+from maestro_lod.progress import Telling
 from maestro_lod.train.dense import Dense
-from maestro_lod.train.evaluate import CrossEntropy, Score, evaluate, recalibrate, sums, to_evaluate
-from maestro_lod.train.finite import require_finite_parameters
-from maestro_lod.train.loss_samples import judge
+from maestro_lod.train.diagnostics import (
+    require_finite_parameters,
+    require_loss,
+    require_trainable,
+)
+from maestro_lod.train.evaluate import (
+    CrossEntropy,
+    Score,
+    evaluate,
+    judge,
+    recalibrate,
+    sums,
+    to_evaluate,
+)
 from maestro_lod.train.method import Method, RunPlan, Schedule
-from maestro_lod.train.progress import Progress, random_states, set_random_states
-from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.progress import EpochRecord, Progress, random_states, set_random_states
 from maestro_lod.train.schedule import from_scheduler
 from maestro_lod.train.shared_batches import share_of, whole_score
+
+
+def _ignore(progress: Progress) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who sees the progress after each optimizer step and each epoch; what they raise ends it."""
+
+    step: Callable[[Progress], object] = _ignore
+    epoch: Callable[[Progress], object] = _ignore
 
 
 @dataclass(frozen=True)
@@ -97,7 +118,7 @@ def fit(
     require_whole("epochs", epochs)
     require_seed(seed)
     require_trainable(model)
-    progress, watch = progress or Progress(), watch or usual_watch(epochs)
+    progress, watch = progress or Progress(), watch or default_watch(epochs)
     method, loss, options = method or Dense(), loss or CrossEntropy(), options or FitOptions()
     plan = _plan(train_data, epochs, options.accumulate, schedule, optimizer, loss)
     method.start(model, optimizer, plan)
@@ -265,3 +286,31 @@ def _batches(train_data: Iterable[Batch], seed: int, progress: Progress) -> Iter
         set_random_states(here)
     progress.random = None
     return batches
+
+
+# -- progress lines --------------------------------------------------------------------------------
+
+
+def default_watch(epochs: int) -> Watch:
+    """Return who watches if nobody else does: a line every few seconds, where progress is shown."""
+    tell = Telling("fit")
+
+    def place(progress: Progress) -> str:
+        if progress.batch or not progress.history:
+            means = _measures("train", progress.score.means())
+            return f"epoch {progress.epoch + 1} of {epochs}, batch {progress.batch}{means}"
+        last = progress.history[-1]
+        means = _measures(
+            "validation" if last.validation else "train", last.validation or last.train
+        )
+        size = "" if last.relative_params is None else f", params {last.relative_params:.2f}×"
+        return f"epoch {last.epoch} of {epochs} done{means}{size}"
+
+    def epoch(progress: Progress) -> None:
+        (tell.end if progress.epoch == epochs else tell)(lambda: place(progress))
+
+    return Watch(step=lambda progress: tell(lambda: place(progress)), epoch=epoch)
+
+
+def _measures(split: str, means: Mapping[str, float]) -> str:
+    return "".join(f", {split} {name} {value:.4g}" for name, value in means.items())

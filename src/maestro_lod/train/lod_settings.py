@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -14,14 +14,13 @@ from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import Cost, cost_of
 from maestro_lod.model.inputs import Example
 from maestro_lod.model.surgery import decompose
-from maestro_lod.train.elastic import Elastic
+from maestro_lod.train.budget import Budget, BudgetTraining
+from maestro_lod.train.elastic import ElasticTraining, require_smallest
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import Builder, Settings, setting
-from maestro_lod.train.narrow import narrowed
-from maestro_lod.train.objective import Budget, Pressure, Strength
-from maestro_lod.train.pressure import require_plain_gradient
+from maestro_lod.train.rank_training import RankTraining
 from maestro_lod.train.sampling import STRATEGIES
-from maestro_lod.train.size_settings import amount
+from maestro_lod.train.size_settings import amount, narrowed
 
 
 def _require_rank(value: Any) -> Any:
@@ -61,16 +60,15 @@ The width then takes the square root of the share, and ranks the rest.
 
 @dataclass(frozen=True)
 class LoDSettings(Settings):
-    """What a recipe chooses of low-rank training; the rest is as in `LoD`."""
+    """What a recipe chooses of low-rank training: by λ, to a size, or for every size."""
 
-    alternatives = ("penalty", "pressure", "budget", "elastic")
+    alternatives = ("penalty", "budget", "elastic")
 
     decompose: Decomposition = Decomposition()
     budget: Budget | None = None
     elastic: float = setting(0.0, "the share of dense down to which every size is trained", least=0)
     penalty: float = setting(0.0, "λ of the group lasso, instead of a budget", least=0.0)
     narrow: bool = setting(True, "begin narrower for a small budget, if there is a width")
-    pressure: float = setting(0.0, "λ without units, to search on", least=0.0)
     threshold: float = setting(1e-7, "importance of ranks to remove", least=0.0)
     sampling: str = setting("pairs", "of the rank of a step", choices=STRATEGIES)
     proximal: bool = setting(False, "exact zeros under any optimizer")
@@ -84,22 +82,10 @@ class LoDSettings(Settings):
             raise OptionError("distill needs its teacher: set full_pass=true too.")
         if self.budget is not None and (self.penalty or not self.shrink):
             raise OptionError("budget removes ranks by itself: leave penalty and shrink out.")
-        if self.elastic and (self.budget is not None or self.penalty or self.pressure):
-            raise OptionError(
-                "elastic trains every size and presses none: leave penalty, pressure and budget "
-                "out."
-            )
         if self.elastic:
-            Elastic(self.elastic)
-        if self.pressure and (self.penalty or self.budget is not None):
-            raise OptionError("pressure sets the penalty: leave penalty and budget out.")
-
-    @property
-    def strength(self) -> Strength:
-        """The one choice of λ that these settings make."""
-        if self.budget is not None:
-            return self.budget
-        return Pressure(self.pressure) if self.pressure else self.penalty
+            require_smallest(self.elastic)
+            if self.budget is not None or self.penalty:
+                raise OptionError("elastic cannot be combined with penalty or budget.")
 
     def build(self, builder: Builder, example: Example) -> nn.Module:
         budget = self.budget
@@ -119,26 +105,33 @@ class LoDSettings(Settings):
         chosen = vars(self.decompose) | {"skip": self.decompose.skip or None}
         return decompose(model, **chosen)
 
-    def require_optimizer(self, kind: type[Optimizer]) -> None:
-        if self.pressure:
-            require_plain_gradient(self.pressure, kind, proximal=self.proximal)
-
     @classmethod
     def at_size(cls, size: float) -> dict[str, Any]:
         return {"budget": {"params": size}}
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
-    ) -> LoD:
-        others = {"decompose", "shrink", "narrow", *self.alternatives}
-        same = {key: value for key, value in vars(self).items() if key not in others}
-        same["threshold"] = self.threshold if self.shrink else None
-        if self.elastic:
-            same["sampling"] = Elastic(self.elastic)
-        strength = self.strength
-        if isinstance(strength, Budget):  # of the recipe's model, which may be wider
-            limit = strength.limit(amount(dense, strength.kind))
-            strength = replace(strength, **{strength.kind: limit})
-        train = LoD(model, optimizer, penalty=strength, example=example, seed=seed, **same)
+    ) -> RankTraining:
+        train: RankTraining
+        threshold = self.threshold if self.shrink else None
+        if (budget := self.budget) is not None:
+            # of the recipe's model, which may be wider
+            limit = budget.limit(amount(dense, budget.kind))
+            params, macs = (limit, None) if budget.kind == "params" else (None, limit)
+            train = BudgetTraining(
+                model, optimizer, params=params, macs=macs, steps=budget.steps,
+                min_rank=self.min_rank, example=example,
+            )  # fmt: skip
+        elif self.elastic:
+            train = ElasticTraining(
+                model, optimizer, smallest=self.elastic, threshold=threshold, seed=seed,
+                min_rank=self.min_rank, example=example,
+            )  # fmt: skip
+        else:
+            train = LoD(
+                model, optimizer, penalty=self.penalty, threshold=threshold, seed=seed,
+                sampling=self.sampling, proximal=self.proximal, min_rank=self.min_rank,
+                full_pass=self.full_pass, distill=self.distill, example=example,
+            )  # fmt: skip
         train.compare_with(dense)
         return train

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import Cost
 from maestro_lod.model.inputs import Example
-from maestro_lod.train.record import MethodRecord
+from maestro_lod.train.progress import MethodRecord
 
 Schedule = Callable[[int], float]
 """The share of its initial learning rate that each parameter group has at optimizer step s."""
@@ -35,14 +35,6 @@ class RunPlan:
     schedule: Schedule | None = None
     loss_of: Callable[[nn.Module], float] | None = dataclasses.field(default=None, compare=False)
     """The loss of a model on some training samples, the same ones each time."""
-
-    @property
-    def rated_steps(self) -> float | None:
-        """All optimizer steps, each counted as its share of the initial learning rate."""
-        if self.steps_per_epoch is None:
-            return None
-        total = self.epochs * self.steps_per_epoch
-        return total if self.schedule is None else sum(map(self.schedule, range(total)))
 
 
 class Method(Protocol):

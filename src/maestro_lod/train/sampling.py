@@ -1,14 +1,12 @@
-"""Which rank of which layer is trained next."""
+"""Sample the active ranks of training steps, as the paper does."""
 
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.errors import (
     OptionError,
@@ -16,24 +14,14 @@ from maestro_lod.errors import (
     listed,
     nearest,
     require_seed,
-    require_whole,
 )
 from maestro_lod.layers.ranks import require_low_rank
-from maestro_lod.sizes.rank_order import order_ranks
-
-if TYPE_CHECKING:
-    from maestro_lod.train.ledger import Ledger
+from maestro_lod.train.steps import live_ranks
 
 STRATEGIES = {
     "pairs": "every (layer, rank) pair once in random order, then again (the paper's)",
-    "iid": "a (layer, rank) pair at random, all pairs equally likely",
     "several": "one to as many such pairs as there are layers, so that layers are cut together",
-    "layer_uniform": "a layer at random, then a rank of it",
-    "independent": "a rank of its own for every layer",
 }
-
-
-ALONE = 0.3  # of a run's epochs; for LeNet, on held-out data, better than none and 0.5
 
 
 class RankSampler:
@@ -55,55 +43,28 @@ class RankSampler:
             )
         self._model, self._layers = model, require_low_rank(model)
         self.strategy = strategy
-        self.alone = 0
-        """How many epochs train the whole model alone, before anything is drawn."""
         self.generator = torch.Generator("cpu").manual_seed(require_seed(seed))
         self.left_out: set[str] = set()
         """Layers that are not drawn, because the model's forward never reaches them."""
         self._names: list[str] = []
         self._pending: list[list[int]] = []  # [layer index, rank] not yet drawn; the last is next
 
-    # -- epochs that train the whole model alone ---------------------------------------------------
-
-    def expect(self, epochs: int) -> None:
-        """Plan for a run of so many epochs."""
-        if self.alone:
-            self.alone = round(ALONE * epochs)
-
-    def waits(self, epoch: int, ledger: Ledger) -> bool:
-        """Say whether nothing is drawn in an epoch, because the whole model is trained alone."""
-        return epoch < self.alone
-
-    def end_epoch(
-        self, epochs: int, ledger: Ledger, optimizer: Optimizer, ema: AveragedModel | None
-    ) -> None:
-        """After so many epochs: put ranks into order once those alone are over."""
-        if epochs == self.alone > 0:
-            order_ranks(self._model, optimizer, ema)
-
-    # -- drawing ---------------------------------------------------------------------------------
-
     def live_ranks(self) -> dict[str, int]:
         """Return the layers that can be drawn with their current ranks."""
-        return {n: m.rank for n, m in self._layers.items() if self._drawable(n, 1)}
+        return live_ranks(self._layers, self.left_out)
 
-    def _drawable(self, name: str, rank: int) -> bool:
+    def _is_live(self, name: str, rank: int) -> bool:
         layer = self._layers.get(name)
-        if layer is None or name in self.left_out:
-            return False
-        return rank <= layer.rank and layer.u.requires_grad
+        alone = {} if layer is None else live_ranks({name: layer}, self.left_out)
+        return rank <= alone.get(name, 0)
 
     def chances(self) -> dict[str, list[float]]:
         """Return how likely a draw leaves each layer at rank 1, 2, … of those that it has."""
         ranks = self.live_ranks()
         pairs, layers = sum(ranks.values()), len(ranks)
 
-        def at_least(rank: int, of: int) -> float:
-            """How likely a layer has at least this rank active: no smaller one was drawn."""
-            if self.strategy == "independent":
-                return 1 - (rank - 1) / of
-            if self.strategy == "layer_uniform":
-                return 1 - (rank - 1) / (of * layers)
+        def at_least(rank: int) -> float:
+            """Return the probability that no smaller rank of a layer was drawn."""
             missed = 1 - (rank - 1) / pairs
             if self.strategy == "several" and missed < 1:  # the mean of missed^1 … missed^layers
                 return missed * (1 - missed**layers) / ((1 - missed) * layers)
@@ -111,7 +72,7 @@ class RankSampler:
 
         return {
             name: [
-                at_least(b, rank) - (at_least(b + 1, rank) if b < rank else 0.0)
+                at_least(b) - (at_least(b + 1) if b < rank else 0.0)
                 for b in range(1, rank + 1)
             ]
             for name, rank in ranks.items()
@@ -122,14 +83,8 @@ class RankSampler:
         if self.strategy == "pairs":
             return self._next_pair()
         ranks = self._require_ranks()
-        if self.strategy == "independent":
-            return {name: self._draw(rank) + 1 for name, rank in ranks.items()}
-        if self.strategy == "layer_uniform":
-            name = list(ranks)[self._draw(len(ranks))]
-            return {name: self._draw(ranks[name]) + 1}
-        count = self._draw(len(ranks)) + 1 if self.strategy == "several" else 1
         drawn: dict[str, int] = {}
-        for _ in range(count):
+        for _ in range(self._draw(len(ranks)) + 1):
             name, rank = self._draw_pair(ranks)
             drawn[name] = min(rank, drawn.get(name, rank))
         return drawn
@@ -159,7 +114,7 @@ class RankSampler:
         while True:
             while self._pending:
                 index, rank = self._pending.pop()
-                if self._drawable(self._names[index], rank):
+                if self._is_live(self._names[index], rank):
                     return {self._names[index]: rank}
             ranks = self._require_ranks()
             self._names = list(ranks)
@@ -180,7 +135,6 @@ class RankSampler:
             "generator": self.generator.get_state(),
             "names": list(self._names),
             "pending": torch.tensor(self._pending, dtype=torch.int64, device="cpu").view(-1, 2),
-            "alone": self.alone,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -194,5 +148,3 @@ class RankSampler:
         self.generator.set_state(generator.to("cpu", torch.uint8))
         self._names = list(state["names"])
         self._pending = state["pending"].tolist()
-        # older states do not say: they have drawn from the first step on
-        self.alone = require_whole("alone", state.get("alone", 0))

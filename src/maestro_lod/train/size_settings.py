@@ -1,22 +1,23 @@
-"""The size to reach: one setting for all methods that can be given one, and ranks that meet it."""
+"""The size to reach, as a setting of methods, and the ranks or the width that meet it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import MaestroError, OptionError
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.model.cost import Cost, Costs
+from maestro_lod.model.cost import Cost, Costs, count_params
 from maestro_lod.model.inputs import Example
 from maestro_lod.model.macs import dense_macs
 from maestro_lod.model.replace import copy_on_meta
 from maestro_lod.model.structure import restructure, uninitialized
 from maestro_lod.model.survey import Plan
-from maestro_lod.train.method import Settings, setting
+from maestro_lod.train.method import Builder, Settings, setting
 
 Measure = Literal["params", "macs"]
 
@@ -96,3 +97,58 @@ def largest_share(fits: Callable[[float], bool]) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+# -- narrower models -------------------------------------------------------------------------------
+
+
+def narrowed(builder: Builder, example: Example, share: float, measure: Measure) -> nn.Module:
+    """Return the widest model within a share of the size that the one of full width has."""
+    assert builder.width is not None
+
+    def size_of(model: nn.Module) -> int:
+        return count_params(model) if measure == "params" else dense_macs(model, example).total
+
+    models: dict[int, nn.Module] = {}
+
+    def at(width: int) -> int | None:
+        try:
+            models[width] = builder(width)
+        except MaestroError:  # a width that does not fit the rest of the model
+            return None
+        return size_of(models[width])
+
+    return models[widest(at, builder.width, size_of(builder()), share)]
+
+
+def widest(at: Callable[[int], int | None], width: int, dense: int, share: float) -> int:
+    """Return the largest width whose size is within a share of the dense one's, in few tries.
+
+    `at` tells the size at a width, or None for one that cannot be. Sizes are about quadratic in the
+    width, so the next try is where the line through the roots of two known sizes meets the limit.
+    """
+    limit, sizes = share * dense, {width: dense}
+
+    def possible(width: int) -> bool:
+        size = at(width)
+        sizes[width] = size or 0
+        return size is not None
+
+    fits, too_wide = 0, width
+    sizes[fits] = 0
+    while too_wide - fits > 1:
+        low, high = math.sqrt(sizes[fits]), math.sqrt(sizes[too_wide])
+        ahead = (math.sqrt(limit) - low) / max(high - low, 1e-9) * (too_wide - fits)
+        guess = min(max(fits + int(ahead), fits + 1), too_wide - 1)
+        between = (*range(guess, fits, -1), *range(guess + 1, too_wide))
+        tried = next(filter(possible, between), None)
+        if tried is None:
+            break
+        fits, too_wide = (tried, too_wide) if sizes[tried] <= limit else (fits, tried)
+    if fits == 0:
+        least = sizes[too_wide] / dense
+        raise OptionError(
+            f"size={share:g} cannot be reached by a narrower model: width {too_wide} is the least "
+            f"that can be built, and has {least:.4g} of the dense one."
+        )
+    return fits

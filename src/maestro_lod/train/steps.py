@@ -1,38 +1,41 @@
-"""The steps of a training: each at ranks that are drawn for it, counted epoch by epoch."""
+"""Training steps: active ranks, passes, counts, and hooks around the optimizer's steps."""
 
 from __future__ import annotations
 
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.distributed.shards import is_sharded
 from maestro_lod.errors import LayerError, TrainingError, listed, require_bool, require_whole
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import activated, require_low_rank
-from maestro_lod.train.example_recorder import FirstCall
+from maestro_lod.model.inputs import Call
+from maestro_lod.train.diagnostics import require_finite_loss, require_loss
 from maestro_lod.train.ledger import Ledger
-from maestro_lod.train.optimizer_steps import call_after_steps
-from maestro_lod.train.sampling import RankSampler
 
 logger = logging.getLogger(__name__)
 
+Draw = Callable[[], dict[str, int]]
+"""Returns the active ranks of the next step."""
 
-class SampledSteps:
-    """Draws the ranks of each step, keeps them active while it lasts, and counts what was done."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, sampler: RankSampler, *, note_input: bool
-    ) -> None:
-        self.sampler, self._model = sampler, model
+class Steps:
+    """Activates the ranks of each step while the step lasts, and counts the steps of an epoch."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, record_example: bool) -> None:
+        self._model, self._layers = model, require_low_rank(model)
         self.count = 0
         """Steps in this epoch, as all counts here."""
         self.forwards = 0
@@ -41,20 +44,25 @@ class SampledSteps:
         """Those that trained the whole model."""
         self.optimized = False
         """Whether the optimizer has done a step."""
-        call_after_steps(optimizer, self._note_optimized)
-        self._layers = require_low_rank(model)
+        self.left_out: set[str] = set()
+        """Layers that are not drawn, because the model's forward never reaches them."""
         self._unseen = dict(self._layers)  # layers that have not run in any step yet
         self._drawn: dict[LowRank, int] = {}
         self._whole_step = False
         self._active: ExitStack | None = None  # as long as a step lasts
-        # of shards nobody can make the copy on which MACs are counted
-        note_input = note_input and shard_group(model) is None
-        self._first_call = FirstCall(model) if note_input else None
+        # MACs are counted on a copy of the model, which shards cannot give
+        record_example = record_example and shard_group(model) is None
+        self._recorder = ExampleRecorder(model) if record_example else None
+        call_after_steps(optimizer, self._note_optimized)
+
+    def live_ranks(self) -> dict[str, int]:
+        """Return the layers whose ranks are trained, with their current ranks."""
+        return live_ranks(self._layers, self.left_out)
 
     @contextmanager
-    def one(self, *, whole: bool) -> Iterator[dict[str, int]]:
-        """Do one step in the `with` block; one that fails does not count."""
-        drawn = self.begin(whole=whole)
+    def one(self, draw: Draw | None) -> Iterator[dict[str, int]]:
+        """Do one step in the `with` block; a step that fails does not count."""
+        drawn = self.begin(draw)
         try:
             yield drawn
         except BaseException:
@@ -62,27 +70,27 @@ class SampledSteps:
             raise
         self.end()
 
-    def begin(self, *, whole: bool) -> dict[str, int]:
-        """Draw ranks and activate them, or all of them for a step that trains the whole model."""
+    def begin(self, draw: Draw | None) -> dict[str, int]:
+        """Activate the ranks that `draw` returns; without it, all ranks are trained."""
         if self._active is not None:
             raise TrainingError(
                 "a step has begun already: end_step(), or the end of its `with train.step():`, "
                 "comes before the next one."
             )
         self._require_finite_weights()
-        drawn = self.sampler.live_ranks() if whole else self.sampler.sample()
-        self._whole_step = whole
+        drawn = self.live_ranks() if draw is None else draw()
+        self._whole_step = draw is None
         self._drawn = {self._layers[name]: rank for name, rank in drawn.items()}
         for layer in (*self._drawn, *self._unseen.values()):
             layer.__dict__["positions"] = None  # past nn.Module's slow setattr
         self._active = ExitStack()
         self._active.enter_context(activated(self._drawn))
-        if self._first_call is not None:
-            self._first_call.listening = True
+        if self._recorder is not None:
+            self._recorder.listening = True
         return drawn
 
     def end(self) -> None:
-        """Make all ranks active again and count the step."""
+        """Activate all ranks again and count the step."""
         if self._active is None:
             raise TrainingError("no step has begun: begin_step() comes before end_step().")
         missed = any(layer.active_rank != min(r, layer.rank) for layer, r in self._drawn.items())
@@ -98,19 +106,20 @@ class SampledSteps:
         self.forwards += bool(ran) or any(layer.positions is not None for layer in self._drawn)
         for name in ran:
             del self._unseen[name]
-            self.sampler.left_out.discard(name)
+            self.left_out.discard(name)
 
     def _deactivate(self) -> None:
         assert self._active is not None
         self._active.close()
         self._active = None
-        if self._first_call is not None:
-            self._first_call.listening = False
+        if self._recorder is not None:
+            self._recorder.listening = False
 
     def _require_finite_weights(self) -> None:
-        """Refuse to go on from NaN weights; accelerators are not made to wait, the epoch's end is.
+        """Raise TrainingError if the last step made weights NaN.
 
-        It is the layer that the last step has sampled that is looked at.
+        Only the layer that was drawn last is checked, and only on the CPU: accelerators are not
+        made to wait, the check at the end of the epoch covers them.
         """
         last = next(iter(self._drawn), None)
         if last is None or last.u.device.type != "cpu" or is_sharded(last.u):
@@ -122,25 +131,25 @@ class SampledSteps:
             )
 
     def require_some(self, epoch: int) -> None:
-        """Refuse to end an epoch in which nothing was sampled."""
+        """Raise TrainingError if no low-rank layer was trained in this epoch."""
         if self.forwards == 0:
             raise TrainingError(
                 f"no low-rank layer ran inside step() in epoch {epoch} ({self.count} steps): "
-                "nothing was sampled. Put forward and backward inside `with train.step():`."
+                "nothing was trained. Put forward and backward inside `with train.step():`."
             )
         if not self.optimized:
             raise TrainingError(
                 f"optimizer.step() was never called in epoch {epoch} ({self.count} steps): nothing "
-                "was trained. Call it, on the optimizer that LoD was given, after each step."
+                "was trained. Call it, on the optimizer that the method was given, after each step."
             )
 
     def new_epoch(self) -> None:
-        """Count from zero; layers that no forward has reached yet are not drawn from now on."""
+        """Reset the counts, and leave out layers that no forward has reached yet."""
         self.count = self.forwards = self.whole = 0
         self.optimized = False
-        drawable = self.sampler.live_ranks()
-        if unreached := [name for name in self._unseen if name in drawable]:
-            self.sampler.left_out.update(unreached)
+        live = self.live_ranks()
+        if unreached := [name for name in self._unseen if name in live]:
+            self.left_out.update(unreached)
             warnings.warn(
                 f"the forward never reached {listed(unreached)} in this epoch: they are not "
                 "sampled until it does. Leave them dense with decompose(…, skip=…).",
@@ -155,25 +164,28 @@ class SampledSteps:
         """The share of this epoch's steps that did not train the whole model."""
         return 1 - self.whole / self.count
 
-    def chances(self) -> dict[str, list[float]]:
-        """Return how likely a step of this epoch left each layer at rank 1, 2, …."""
+    def chances(self, drawn: Mapping[str, list[float]]) -> dict[str, list[float]]:
+        """Return the probability that a step of this epoch left each layer at rank 1, 2, ….
+
+        `drawn` are these probabilities for the steps that did not train the whole model.
+        """
         sampled = self.sampled
         return {
             name: [
                 sampled * chance + (1 - sampled) * (b == len(of_ranks))
                 for b, chance in enumerate(of_ranks, 1)
             ]
-            for name, of_ranks in self.sampler.chances().items()
+            for name, of_ranks in drawn.items()
         }
 
     def measure(self, ledger: Ledger) -> None:
-        """Let a ledger without MACs count those of the first input that was seen."""
-        if self._first_call is None:
+        """Let a ledger without MACs count those of the first input that was recorded."""
+        if self._recorder is None:
             return
-        example, self._first_call.noted = self._first_call.noted, None
-        if self.forwards:  # whatever was not seen by now, inside a compiled model, never will be
-            self._first_call.remove()
-            self._first_call = None
+        example, self._recorder.example = self._recorder.example, None
+        if self.forwards:  # an input that was not seen by now, inside a compiled model, never is
+            self._recorder.remove()
+            self._recorder = None
         if example is not None and ledger.dense_macs is None:
             try:
                 ledger.measure(self._model, example)
@@ -181,21 +193,140 @@ class SampledSteps:
                 logger.warning("the ledger goes without MACs: %s Give LoD an example=.", error)
 
     def counts(self) -> dict[str, Any]:
-        """Return the counts of this epoch, and what was seen to run, for a state."""
+        """Return the counts of this epoch and the layers that never ran, for a state."""
         return {
             "steps": self.count,
             "forwards": self.forwards,
             "whole": self.whole,
             "optimized": self.optimized,
             "unseen": list(self._unseen),
-            "left_out": sorted(self.sampler.left_out),
+            "left_out": sorted(self.left_out),
         }
 
     def load_counts(self, state: Mapping[str, Any]) -> None:
         """Restore the counts from a state."""
         counts = (require_whole(key, state[key]) for key in ("steps", "forwards", "whole"))
         self.count, self.forwards, self.whole = counts
-        # older states do not say: what they do not know is taken for granted
+        # older states lack these: the epoch they are from is assumed to be in order
         self.optimized = require_bool("optimized", state.get("optimized", True))
         self._unseen = {name: self._layers[name] for name in state.get("unseen", ())}
-        self.sampler.left_out = {n for n in state.get("left_out", ()) if n in self._layers}
+        self.left_out.clear()
+        self.left_out.update(n for n in state.get("left_out", ()) if n in self._layers)
+
+
+def live_ranks(layers: Mapping[str, LowRank], left_out: set[str]) -> dict[str, int]:
+    """Return the rank of each layer that has ranks, trains them, and is not left out."""
+    return {
+        name: layer.rank
+        for name, layer in layers.items()
+        if name not in left_out and layer.rank and layer.u.requires_grad
+    }
+
+
+# -- passes ----------------------------------------------------------------------------------------
+
+
+def backward_pass(
+    forward: Callable[[], Any], loss: Callable[[Any], Tensor], weight: float
+) -> Tensor:
+    """Do forward and backward of one pass, and return its weighted loss."""
+    # the output has no name here: it is freed before the backward, if the loss does not need it
+    value = require_finite_loss(require_loss(loss(forward())) * weight)
+    value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
+
+
+def teacher_pass(
+    forward: Callable[[], Any],
+    loss: Callable[[Any], Tensor],
+    weight: float,
+    teaches: Callable[[Any], bool],
+) -> tuple[Tensor, Any]:
+    """Do one pass whose output teaches the next one.
+
+    Returns:
+        The weighted loss, and the detached output; None in its place if it does not teach.
+    """
+    output = forward()
+    teaching = teaches(output)
+    value = require_finite_loss(require_loss(loss(output)) * weight)
+    output = tree_map_only(Tensor, Tensor.detach, output) if teaching else None
+    value.backward()  # type: ignore[no-untyped-call]
+    return value.detach(), output
+
+
+def soft_cross_entropy(output: Tensor, teacher: Tensor) -> Tensor:
+    """Return the cross-entropy of scores (N, classes, …) with a teacher's as probabilities."""
+    return F.cross_entropy(output, teacher.softmax(1))
+
+
+def why_not_comparable(output: Any) -> str:
+    """Return the shape that an output would need to teach by its class scores; '' if it has it."""
+    if not isinstance(output, Tensor) or output.ndim in (0, 1, 3):  # 3: classes second or last?
+        given = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        return f"shape (N, classes) or (N, classes, height, width); the output is {given}"
+    if output.shape[1] < 2:
+        return "classes, but the output has a single score, from which nothing would be learned"
+    return ""
+
+
+# -- an example of the input -----------------------------------------------------------------------
+
+
+class ExampleRecorder:
+    """Records the shapes of the first input that reaches a model while `listening`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.listening = False
+        self.example: Call | None = None
+        hook = _RecordingHook(weakref.ref(self))
+        self._handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Remove the hook from the model."""
+        self._handle.remove()
+
+
+class _RecordingHook:
+    """A forward hook that records one input; in a pickled or copied model it does nothing."""
+
+    def __init__(self, recorder: weakref.ref[ExampleRecorder] | None = None) -> None:
+        self._recorder = recorder
+
+    def __reduce__(self) -> tuple[type[_RecordingHook], tuple[()]]:
+        return _RecordingHook, ()
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or self._recorder is None:
+            return  # inside a compiled graph this hook must stay without effect
+        recorder = self._recorder()
+        if recorder is not None and recorder.listening and recorder.example is None:
+            recorder.example = Call(args, kwargs).on_meta()
+
+
+# -- steps of the optimizer ------------------------------------------------------------------------
+
+
+def call_after_steps(optimizer: Optimizer, method: Callable[[], None]) -> None:
+    """Call a bound method after every optimizer step that was done, while its object lives."""
+    weak = weakref.WeakMethod(method)
+
+    def after_step(stepped: Optimizer, *_: Any) -> None:
+        skipped = getattr(stepped, "found_inf", None)
+        if skipped is not None and skipped > 0:
+            return  # GradScaler lets fused optimizers skip the step themselves
+        if (call := weak()) is not None:
+            call()
+
+    optimizer.register_step_post_hook(after_step)
+
+
+def call_before_steps(optimizer: Optimizer, method: Callable[[], None]) -> None:
+    """Call a bound method before every optimizer step, while its object lives."""
+    weak = weakref.WeakMethod(method)
+
+    def before_step(*_: Any) -> None:
+        if (call := weak()) is not None:
+            call()
+
+    optimizer.register_step_pre_hook(before_step)

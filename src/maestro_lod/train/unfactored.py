@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from maestro_lod.distributed.shards import fill, gathered
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.train.optimizer_steps import call_after_steps
+from maestro_lod.train.steps import call_after_steps
 
 
 class Unfactored:

@@ -1,20 +1,17 @@
-"""Ranks that begin as zero in one factor: what no shrink removes before it had a chance to move."""
+"""Protect ranks that start with one zero factor from being pruned before they can be trained."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
 
 from maestro_lod.distributed.shards import is_sharded, sums_by_rank
-from maestro_lod.errors import listed
+from maestro_lod.errors import TrainingError
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
-
-_LARGEST_STEP = 1.0  # learning rate over (1 - momentum), times the growth of a step by factoring
+from maestro_lod.train.shrink import ranks_above
 
 
 def unmoved_ranks(model: nn.Module) -> dict[str, int]:
@@ -27,8 +24,8 @@ def unmoved_ranks(model: nn.Module) -> dict[str, int]:
     return {name: int(of.nonzero().max()) + 1 for name, of in unmoved.items() if bool(of.any())}
 
 
-def much_is_unmoved(model: nn.Module) -> bool:
-    """Say whether a layer begins with half of its ranks, or more, as zero in one factor alone.
+def mostly_zero_initialized(model: nn.Module) -> bool:
+    """Return True if half or more of a layer's ranks are zero in one factor alone.
 
     One rank of many, as the row that an embedding has for padding leaves, holds nothing up.
     """
@@ -37,14 +34,14 @@ def much_is_unmoved(model: nn.Module) -> bool:
 
 
 def _unmoved(layer: LowRank) -> Tensor:
-    """Say for each rank whether it is zero in one factor alone, and trained."""
+    """Return a mask of the ranks that are zero in one factor alone, and trained."""
     unmoved = torch.logical_xor(*_moved_ranks(layer))
     trained = layer.u.requires_grad or layer.v.requires_grad
     return unmoved if trained else torch.zeros_like(unmoved)
 
 
 def _moved_ranks(layer: LowRank) -> list[Tensor]:
-    """Say for each rank of u, and of v, whether it is not zero."""
+    """Return masks of the ranks that are not zero, in u and in v."""
     factors = layer.stored_factors()
     if any(map(is_sharded, factors)):
         counts = sums_by_rank(factors, torch.float32, lambda part, others: (part != 0).sum(others))
@@ -53,56 +50,45 @@ def _moved_ranks(layer: LowRank) -> list[Tensor]:
     return [(u != 0).any(1), (v != 0).any(1)]
 
 
-def warn_of_large_steps(model: nn.Module, optimizer: Optimizer) -> None:
-    """Warn if SGD, which suited weights that were trained whole, is too fast for their factors.
-
-    A step of factors moves their product by ‖u‖² + ‖v‖² times what the dense weight would move by,
-    and a layer that was zero has large factors once it has been trained. At sampled ranks gradients
-    are large too, so that training falls apart and does not come back.
-    """
-    if not isinstance(optimizer, SGD):  # others go by the signs of gradients
-        return
-    rates = {
-        id(p): float(group["lr"]) / (1 - min(float(group["momentum"]), 0.999))
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    fast = [
-        name
-        for name, layer in low_rank_layers(model).items()
-        if layer.rank and not any(map(is_sharded, layer.stored_factors()))
-        if rates.get(id(layer.u), 0.0) * _growth(layer) > _LARGEST_STEP
-    ]
-    if fast:
-        warnings.warn(
-            f"SGD's learning rate suits dense weights, but is too large for the factors of "
-            f"{listed(fast)}, whose ranks are sampled from now on: training may fall apart. Clip "
-            "gradients (clip_norm=1.0), or lower the learning rate or the momentum.",
-            stacklevel=3,  # whoever ends the epoch
-        )
-
-
-def _growth(layer: LowRank) -> float:
-    """Return how much faster the first rank moves than the weight that it is part of."""
-    first = layer.u.detach()[:, 0], layer.v.detach()[0]
-    return sum(float(part.float().square().sum()) for part in first) if layer.u.requires_grad else 0
-
-
-class Grace:
-    """Spares ranks that were zero in one factor at the start: for an epoch, and while they are."""
+class ProtectedRanks:
+    """Keeps ranks that started as zero in one factor: for an epoch, and while they still are."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.ranks = unmoved_ranks(model)
 
-    def end_epoch(self, epoch: int) -> dict[str, int]:
-        """Return what no layer is cut below at the end of this epoch, the first one being 0."""
+    def useful_ranks(
+        self,
+        epoch: int,
+        threshold: float | None,
+        min_rank: int,
+        unfactored: Mapping[str, int],
+        *,
+        remedy: str,
+    ) -> dict[str, int] | None:
+        """Return the rank that each layer keeps at the end of an epoch, the first one being 0.
+
+        Args:
+            epoch: The epoch that ends.
+            threshold: The importance at or below which ranks are useless; None if none is removed.
+            min_rank: The rank that every layer keeps.
+            unfactored: The ranks of layers that are trained as dense weights now: all are kept.
+            remedy: What to do where no rank would be left.
+
+        Raises:
+            TrainingError: Weights are not finite, or no layer would have a rank left.
+        """
         if self.ranks and epoch:
             now = unmoved_ranks(self._model)
             self.ranks = {n: min(r, now[n]) for n, r in self.ranks.items() if n in now}
-        return self.ranks
-
-
-def at_least(ranks: Mapping[str, int], floor: Mapping[str, int]) -> dict[str, int]:
-    """Return ranks, raised to a floor where a layer has one."""
-    return {name: max(rank, floor.get(name, 0)) for name, rank in ranks.items()}
+        if threshold is None:
+            return None
+        floor = {**self.ranks, **unfactored}
+        above = ranks_above(self._model, threshold, min_rank)
+        keep = {name: max(rank, floor.get(name, 0)) for name, rank in above.items()}
+        if not any(keep.values()):
+            raise TrainingError(
+                f"every rank of every layer is at or below threshold={threshold}: nothing would be "
+                f"left. {remedy}"
+            )
+        return keep

@@ -257,12 +257,6 @@ def _result_table(result: dict[str, Any]) -> str:
             f"{'training cost':14}{ledger['relative_macs']:.2f}× MACs, "
             f"{ledger['relative_params']:.2f}× parameters in memory, beside dense training"
         )
-    if held := result.get("memory"):  # which older results do not have
-        dense, full, end = (held[form]["total"] for form in ("dense", "full rank", "at the end"))
-        lines.append(
-            f"{'step memory':14}{end / dense:.2f}× of dense, {full / dense:.2f}× at full rank "
-            f"({dense / 1e6:,.1f} MB dense)"
-        )
     for split in ("validation", "test"):
         if result[split]:
             shown = "  ".join(f"{name} {_shown(name, v)}" for name, v in result[split].items())

@@ -77,12 +77,8 @@ def _number_cards(run: ReportedRun) -> Iterator[Markup]:
         yield _card("Total rank", plain(total), f"of {plain(full)}", total / full if full else None)
     relative = number(run.ledger, "relative_macs")
     if relative is not None:
-        memory = times(number(run.ledger, "relative_params"))
-        yield _card("Training MACs", times(relative), f"of dense; parameters {memory}", relative)
-    match run.memory:
-        case {"dense": dense, "full rank": full, "at the end": end}:
-            beside = f"of {quantity(dense, 'B')} dense; {times(full / dense)} at full rank"
-            yield _card("Memory of a step", quantity(end, "B"), beside, end / dense)
+        params = times(number(run.ledger, "relative_params"))
+        yield _card("Training MACs", times(relative), f"of dense; parameters {params}", relative)
     if run.seconds is not None:
         count = len(run.epochs)
         yield _card("Training time", duration(run.seconds), f"{count} epoch{'s' * (count != 1)}")

@@ -12,7 +12,7 @@ from maestro_lod.cli.yaml_settings import settings_in
 from maestro_lod.errors import CheckpointError, OptionError, listed, nearest
 from maestro_lod.files.atomic import require_no_link_out
 from maestro_lod.files.json_files import parse_json, read_json_file, read_limited
-from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.progress import EpochRecord
 
 METRICS = ("bleu", "accuracy", "perplexity", "loss")
 """What a model is judged by: the first that was measured is the headline."""
@@ -87,13 +87,6 @@ class ReportedRun:
     def ledger(self) -> dict[str, Any]:
         """What training cost, relative to training the dense model."""
         return mapping(self.result.get("ledger"))
-
-    @property
-    def memory(self) -> dict[str, float]:
-        """The bytes that a training step holds, by the form of the model."""
-        counted = mapping(self.result.get("memory"))
-        totals = {form: number(mapping(parts), "total") for form, parts in counted.items()}
-        return {form: total for form, total in totals.items() if total}
 
     @property
     def seconds(self) -> float | None:

@@ -20,12 +20,11 @@ from maestro_lod.cli.tuning.trials import Enough, Reached, Report, Trial
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.files.atomic import replacing
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.train.floor import reachable_importance
+from maestro_lod.train.diagnostics import reachable_importance
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.lod_settings import LoDSettings
-from maestro_lod.train.progress import Progress
-from maestro_lod.train.record import EpochRecord
+from maestro_lod.train.progress import EpochRecord, Progress
 
 _ABOVE = 8  # times the recipe's λ: where a search starts, unless told
 _HALVINGS = 10  # from the largest λ to the smallest, unless told
