@@ -28,11 +28,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import maestro_lod as lod
-from maestro_lod.files.stage_cache import Kept
+from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import Costs
 from maestro_lod.pretrained.correction import correct
-from maestro_lod.pretrained.distillation import Sizes, heal
+from maestro_lod.pretrained.distillation import Sizes, distill
 from maestro_lod.sizes.calibrated_allocation import choose_ranks
 from maestro_lod.sizes.calibration import Calibration, calibrate
 from maestro_lod.train.evaluate import recalibrate
@@ -58,8 +58,8 @@ class Bench:
         self.case, self.answer, self.keep = case, answer, keep
         self.larger = 1
         """How many batches are one, to heal on."""
-        self.kept = Kept(unfinished, {"quality": case.quality})
-        self.seen = calibrate(case.model, case.calibration, loss=case.loss, kept=self.kept)
+        self.kept = StageCache(unfinished, {"quality": case.quality})
+        self.seen = self.kept.calibrated(case)
         self.elastic = lod.decompose(copy.deepcopy(case.model), calibration=self.seen)
         costs, layers = Costs(self.elastic, None), low_rank_layers(self.elastic)
         self.decomposed = sum(layer.dense_weights for layer in layers.values())
@@ -157,7 +157,7 @@ class Bench:
             correct(model, self.case.model, batches, calibration=self.seen, sizes=sizes)
             return model.state_dict()
 
-        model.load_state_dict(self.kept.part(name, corrected))
+        model.load_state_dict(self.kept.get_or_compute(name, corrected))
 
     def healed(self, share: float, steps: int) -> nn.Module:
         model = self.corrected(share)

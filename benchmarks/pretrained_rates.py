@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from interleaved import RESULTS, write
-from pretrained import Bench
 from pretrained_models import CASES
 from torch import nn
 
-from maestro_lod.model.inputs import call
+from pretrained import Bench
 
 STEPS, SHARE = 60, 0.7
 RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)
@@ -33,7 +32,8 @@ def distance(bench: Bench, model: nn.Module) -> float:
     """Return how far a model is from the original on held-out samples."""
     case, total = bench.case, 0.0
     for inputs, _ in case.validation:
-        total += float(case.soft_loss(call(model, inputs), call(case.model, inputs)))
+        call = ModelInputs.of(inputs)
+        total += float(case.soft_loss(call.call(model), call.call(case.model)))
     return total / len(case.validation)
 
 

@@ -26,7 +26,7 @@ from maestro_lod.errors import CheckpointError, LayerError, OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import count_params
 from maestro_lod.model.frontier import Frontier
-from maestro_lod.model.inputs import as_call
+from maestro_lod.model.inputs import ModelInputs
 from maestro_lod.model.limits import Point
 from maestro_lod.sizes import choice
 from maestro_lod.sizes import measured as timing
@@ -101,7 +101,7 @@ def test_a_run_is_deployed_to_every_format(
     rebuilt = lod.load(out / "model.safetensors", into=LeNet()).eval()
     assert not low_rank_layers(rebuilt)
     example = trained.example(5).normal_()
-    (answer,) = opened(out / "model.onnx")(as_call(example))
+    (answer,) = opened(out / "model.onnx")(ModelInputs.of(example))
     torch.testing.assert_close(answer, rebuilt(example), rtol=1e-4, atol=1e-4)
 
 

@@ -33,7 +33,7 @@ def choose(
     multiple: int | None = None,
     judge: Judge | None = None,
     *,
-    fast: bool = False,
+    prefer_speed: bool = False,
 ) -> tuple[dict[str, int], Point | None, nn.Module]:
     """Choose the best size within limits, or the model as it was trained if there are none.
 
@@ -43,9 +43,9 @@ def choose(
         require_limits(limits)
         if sizes is None:
             raise OptionError(f"{listed(limits)} need sizes to choose from: frontier(…).")
-    if not (low_rank_layers(model) or limits or fast or multiple):
+    if not (low_rank_layers(model) or limits or prefer_speed or multiple):
         return {}, None, copy.deepcopy(model)
-    measured = latency(model, example) if fast or "max_latency" in limits else None
+    measured = latency(model, example) if prefer_speed or "max_latency" in limits else None
     if not limits or sizes is None:
         ranks = ranks_of(model)
         if multiple is not None:

@@ -21,10 +21,10 @@ from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank, PlainForm
 from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve_for, unwrapped
 from maestro_lod.layers.uses import Use, uses_of
-from maestro_lod.model.inputs import Call, Example, as_call, device_of, in_mode
+from maestro_lod.model.inputs import Example, ModelInputs, device_of, drawn, in_mode
 from maestro_lod.model.surgery import extract
 from maestro_lod.sizes.measured import Latency, LayerLatency, RankTiming
-from maestro_lod.sizes.timing import batch_of, drawn, drawn_call, interleaved, ratios, run
+from maestro_lod.sizes.timing import interleaved, ratios, run
 
 _POINTS = 4  # ranks per layer: break-even or the stored rank, and halves of it
 _WHOLE = "the dense model"  # keys of what is timed: this, and (layer, rank)
@@ -43,7 +43,7 @@ def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
         raise OptionError(f"rounds={rounds!r} must be one or more.")
     layers = require_low_rank(model)
     device = device_of(model)
-    call = drawn_call(as_call(example), device)
+    call = ModelInputs.of_example(example).drawn(device)
     with in_mode(model, training=False), torch.inference_mode():
         calls = _recorded_calls(model, call)
         dense = all_dense(model)
@@ -59,7 +59,7 @@ def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
     return Latency(
         dense=whole,
         layers={name: _measured(name, layer, whole, times) for name, layer in layers.items()},
-        batch=batch_of(call),
+        batch=call.batch_size,
         rounds=rounds,
         threads=torch.get_num_threads(),
         dtype=str(floats[0]).removeprefix("torch."),
@@ -102,7 +102,7 @@ class _LayerCall:
     """On the meta device where only their shapes and layouts matter."""
 
 
-def _recorded_calls(model: nn.Module, call: Call) -> dict[str, list[_LayerCall]]:
+def _recorded_calls(model: nn.Module, call: ModelInputs) -> dict[str, list[_LayerCall]]:
     """Run the model once and note what each low-rank layer is called with.
 
     Parts that a layer multiplies by itself are not called: deployed, they cost what dense ones do.

@@ -1,4 +1,4 @@
-"""Ways to give up ranks: which layer loses some next, and how many.
+"""Search methods: which layer gives up ranks next, and how many.
 
 Each way is a generator. It changes the ranks of a `Search` step by step and yields the submodels
 that it comes by, each as ranks and loss. A layer moves down a ladder of ranks, each about a tenth
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from maestro_lod.errors import OptionError
+from maestro_lod.files.stage_cache import Answers
 from maestro_lod.model.cost import Costs
-from maestro_lod.sizes.journal import Journal
 from maestro_lod.sizes.replay import Replay
 
 Submodel: TypeAlias = tuple[dict[str, int], float]
@@ -32,7 +32,7 @@ class Search:
     costs: Costs
     cost: Literal["macs", "params"]
     step: float
-    journal: Journal
+    answers: Answers
     ladders: dict[str, list[int]] = field(init=False)
     """The ranks that each layer may have, from the model's own on down."""
 
@@ -49,7 +49,7 @@ class Search:
 
     def evaluate(self, changes: Mapping[str, int]) -> float:
         """Return the loss with some ranks changed."""
-        return self.journal.answer(
+        return self.answers.answer(
             {"loss at": dict(changes)}, lambda: self.replay.evaluate(changes)
         )
 

@@ -18,8 +18,8 @@ from maestro_lod.errors import OptionError
 from maestro_lod.model.inputs import (
     Batch,
     Loss,
+    ModelInputs,
     autocast,
-    call,
     device_of,
     in_mode,
     on_device,
@@ -144,7 +144,7 @@ def evaluate(
         for inputs, target in map(split_batch, batches):
             target = on_device(target, device)
             with autocast(device, amp):
-                output = call(model, on_device(inputs, device))
+                output = ModelInputs.of(inputs).to(device).call(model)
                 value = require_loss(loss(output, target), trained=False)
             score.add(value, output, target, summed=sums(loss))
             sequences = isinstance(target, Tensor) and target.ndim > 1
@@ -180,7 +180,7 @@ def recalibrate(
                 norm.training = True
             for inputs, _ in map(split_batch, itertools.islice(batches, most)):
                 with autocast(device, amp):
-                    call(model, on_device(inputs, device))
+                    ModelInputs.of(inputs).to(device).call(model)
                 used += 1
             if used == 0:
                 raise OptionError("BatchNorm cannot be recalibrated: the data has no batch.")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from maestro_lod.model.inputs import Call
+from maestro_lod.model.inputs import ModelInputs
 
 
 class FirstCall:
@@ -16,7 +16,7 @@ class FirstCall:
 
     def __init__(self, model: nn.Module) -> None:
         self.listening = False
-        self.noted: Call | None = None
+        self.noted: ModelInputs | None = None
         self._handle = model.register_forward_pre_hook(_Note(weakref.ref(self)), with_kwargs=True)
 
     def remove(self) -> None:
@@ -38,4 +38,4 @@ class _Note:
             return  # inside a compiled graph this hook must stay without effect
         first = self._first()
         if first is not None and first.listening and first.noted is None:
-            first.noted = Call(args, kwargs).on_meta()
+            first.noted = ModelInputs(args, kwargs).on_meta()

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
-from maestro_lod.model.inputs import Call, Example, as_call
+from maestro_lod.model.inputs import Example, ModelInputs
 from maestro_lod.model.replace import copy_on_meta, copy_without_hooks
 from maestro_lod.model.structure import Form, restructure, structure_of, uninitialized
 
@@ -67,29 +67,29 @@ def footprint(
             twin = restructure(twin, {}, fill=uninitialized)
         return restructure(twin, wanted, fill=uninitialized) if form == "full rank" else twin
 
-    return _of_copy(model, changed, as_call(example), batch, moments)
+    return _of_copy(model, changed, ModelInputs.of_example(example), batch, moments)
 
 
 def _of_copy(
     model: nn.Module,
     change: Callable[[nn.Module], nn.Module],
-    call: Call,
+    call: ModelInputs,
     batch: int,
     moments: int,
 ) -> Footprint:
     """Count on a copy without values or, of a model that looks at some, on one that really runs."""
-    batched = call.changed(lambda sample: _repeated(sample, batch))
+    batched = call.map_tensors(lambda sample: _repeated(sample, batch))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            inputs = batched.on_meta().changed(mode.from_tensor)
+            inputs = batched.on_meta().map_tensors(mode.from_tensor)
             return _counted(change(copy_on_meta(model)), inputs, moments)
     except Exception:
         twin = change(copy_without_hooks(unwrapped(model), {}))
         with torch.random.fork_rng(devices=[]):
-            return _counted(twin.cpu(), batched.changed(Tensor.cpu), moments)
+            return _counted(twin.cpu(), batched.map_tensors(Tensor.cpu), moments)
 
 
-def _counted(twin: nn.Module, call: Call, moments: int) -> Footprint:
+def _counted(twin: nn.Module, call: ModelInputs, moments: int) -> Footprint:
     params, buffers = list(twin.parameters()), list(twin.buffers())
     trained = sum(_bytes(p) for p in params if p.requires_grad)
     own = set(map(_storage, (*params, *buffers)))
@@ -101,7 +101,7 @@ def _counted(twin: nn.Module, call: Call, moments: int) -> Footprint:
         return tensor
 
     with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = twin.train()(*call.args, **call.kwargs)
+        output = call.call(twin.train())
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return Footprint(
         weights=sum(map(_bytes, (*params, *buffers))),

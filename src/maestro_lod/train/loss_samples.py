@@ -14,7 +14,7 @@ from maestro_lod.errors import OptionError
 from maestro_lod.model.inputs import (
     Batch,
     Loss,
-    call,
+    ModelInputs,
     device_of,
     on_device,
     samples_in,
@@ -53,7 +53,7 @@ def mean_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> float:
     device, score = device_of(model), Score()
     for inputs, target in map(split_batch, batches):
         target = on_device(target, device)
-        output = call(model, on_device(inputs, device))
+        output = ModelInputs.of(inputs).to(device).call(model)
         score.add(loss(output, target), output, target, summed=sums(loss))
     return score.means().get("loss", math.nan)
 
