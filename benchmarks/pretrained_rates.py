@@ -21,6 +21,7 @@ from interleaved import RESULTS, write
 from pretrained_models import CASES
 from torch import nn
 
+from maestro_lod.model.inputs import ModelInputs
 from pretrained import Bench
 
 STEPS, SHARE = 60, 0.7
@@ -49,7 +50,7 @@ def tried(bench: Bench, known: dict[str, Any]) -> None:
             if name not in known:
                 model = copy.deepcopy(start)
                 bench.case = dataclasses.replace(given, lr=lr, hidden=hidden)
-                bench.heal(model, STEPS, "only", name)
+                bench.distill(model, STEPS, "only", name)
                 known[name] = distance(bench, bench.normed(model))
                 print(f"{name}: {known[name]:.4g}", flush=True)
                 bench.keep()

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and directories that one process works in."""
+"""Atomic writes of files and directories, and locks for directories that one process works in."""
 
 from __future__ import annotations
 
@@ -38,24 +38,51 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     # a link is replaced too: in a directory of others it may lead to any file
     target = Path(os.path.realpath(path.parent)) / path.name
+    with _temporary_place(target, path) as place:
+        yield place / target.name
+        with writing(path):
+            _put_in_place(place / target.name, target)
+
+
+@contextmanager
+def replacing_files(directory: Path) -> Iterator[Path]:
+    """Give a place to write several files; they replace those in a directory once all are written.
+
+    Each file is replaced as a whole; other files in the directory stay.
+    """
+    target = Path(os.path.realpath(directory))
+    with writing(directory):
+        target.mkdir(parents=True, exist_ok=True)
+    with _temporary_place(target / "files", directory) as place:
+        yield place
+        with writing(directory):
+            for written in sorted(place.iterdir()):
+                _put_in_place(written, target / written.name)
+
+
+@contextmanager
+def _temporary_place(target: Path, path: Path) -> Iterator[Path]:
+    """Make a directory for files that will replace a target; it is removed after the block."""
     with writing(path):
         for left in target.parent.glob(f"{_PREFIX}{glob.escape(target.name)}-*"):
             if _deserted(left):
                 shutil.rmtree(left, ignore_errors=True)
         place, handle = _own_place(target)
     try:
-        written = place / target.name
-        yield written
-        with writing(path):
-            written.chmod(_mode(target, place))  # safetensors lets only the owner read
-            with written.open("r+b") as file:
-                os.fsync(file.fileno())
-            os.replace(written, target)  # noqa: PTH105
-            _sync_directory(target.parent)
+        yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)  # the next one to write clears what stays
         if handle in _held:  # not in a forked child
             _close(handle)
+
+
+def _put_in_place(written: Path, target: Path) -> None:
+    """Replace a file by one that was written to a temporary place."""
+    written.chmod(_mode(target, written.parent))  # safetensors lets only the owner read
+    with written.open("r+b") as file:
+        os.fsync(file.fileno())
+    os.replace(written, target)  # noqa: PTH105
+    _sync_directory(target.parent)
 
 
 def _own_place(target: Path) -> tuple[Path, int | None]:
