@@ -140,7 +140,7 @@ class Answers:
         """Return the known answer to a question, or compute it and write it down."""
         if self._used < len(self._known):
             line = self._known[self._used]
-            known = line.get("answer", math.nan)
+            known = line.get("answer", "missing")
             right_kind = known is None or type(known) is float
             if line.get("question") != question or not right_kind:
                 raise CheckpointError(

@@ -18,8 +18,7 @@ from maestro_lod.model.inputs import Example
 from maestro_lod.model.limits import Point, require_limits
 from maestro_lod.model.macs import dense_macs
 from maestro_lod.model.surgery import extract
-from maestro_lod.sizes.latency import latency, round_ranks
-from maestro_lod.sizes.measured import Latency
+from maestro_lod.sizes.latency import Latency, latency, round_ranks
 
 Judge = Callable[[Mapping[str, int]], Point]
 """Evaluates a submodel that was not searched: ranks in, loss and accuracy out."""
