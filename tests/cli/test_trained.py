@@ -27,7 +27,7 @@ from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import count_params
 from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import ModelInputs
-from maestro_lod.model.limits import Point
+from maestro_lod.model.limits import Size
 from maestro_lod.sizes import choice
 from maestro_lod.sizes import measured as timing
 from maestro_lod.sizes.latency import Latency, LayerLatency, round_ranks
@@ -358,10 +358,10 @@ def test_rounded_ranks_reach_the_accuracy_too(
 ) -> None:
     asked: list[dict[str, int]] = []
 
-    def judged(trained: Trained, ranks: list[dict[str, int]]) -> list[Point]:
+    def judged(trained: Trained, ranks: list[dict[str, int]]) -> list[Size]:
         """Let the first size that is asked for be useless once it is rounded."""
         asked.extend(ranks)
-        return [Point(ranks[0], 0.5, float(len(asked) > 1), 1, 1, 1)]
+        return [Size(ranks[0], 0.5, float(len(asked) > 1), 1, 1, 1)]
 
     monkeypatch.setattr(deployment, "search", judged)
     options = to_safetensors(tmp_path / "phone", "--min-accuracy", "0.001", "--round", "8")

@@ -23,7 +23,7 @@ from maestro_lod.errors import CheckpointError, LayerError, OptionError, RankErr
 from maestro_lod.layers import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.macs import dense_macs
-from maestro_lod.sizes.frontier_search import Frontier, Point, frontier
+from maestro_lod.sizes.frontier_search import Frontier, Size, frontier
 from maestro_lod.sizes.strategies import METHODS
 from maestro_lod.train.shrink import cut
 
@@ -301,9 +301,9 @@ def test_the_search_ends_where_it_is_told_to() -> None:
     assert found.dense.macs is not None
     shares = [point.macs / found.dense.macs for point in found if point.macs is not None]
     assert shares[-1] <= 0.6 < shares[-2]
-    seen: list[Point] = []
+    seen: list[Size] = []
 
-    def enough(point: Point) -> bool:
+    def enough(point: Size) -> bool:
         seen.append(point)
         return point.loss > found[0].loss + 0.1
 

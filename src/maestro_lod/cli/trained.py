@@ -54,7 +54,7 @@ from maestro_lod.train.loss_samples import SAMPLES, first_samples, mean_loss
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run, loaded: its model, low-rank in any case, and its data."""
+    """The model of a finished run, always low-rank, and its data."""
 
     run: Run
     model: nn.Module
@@ -75,7 +75,7 @@ class Trained:
         return all_dense(self.model)
 
     def example(self, batch: int) -> Any:
-        """Return inputs of so many samples, copies of the data's example."""
+        """Return inputs with `batch` samples, copies of the data's example."""
         return map_tensors(
             self.data.example, lambda value: value.repeat(batch, *[1] * (value.ndim - 1))
         )
@@ -93,7 +93,7 @@ class Trained:
 
     @property
     def loss(self) -> Loss:
-        """What sizes are judged by, as the run itself was: its own loss, or plain cross-entropy."""
+        """The loss that evaluates sizes: the run's own, or plain cross-entropy."""
         return to_evaluate(loss_of(self.run.recipe))
 
 
@@ -129,7 +129,7 @@ def find_frontier(
 ) -> Frontier:
     """Search the sizes of a run's model; write them to frontier.json, its file and its report.
 
-    A search that was stopped goes on where it was.
+    A search that was stopped is resumed.
     """
     data, run = trained.data, trained.run
     resume = run.directory / f"frontier-{method}{'' if cost == 'macs' else f'-{cost}'}.unfinished"
@@ -173,7 +173,7 @@ def _accuracy(model: nn.Module, batches: Any) -> float:
 
 
 def _has_classes(model: nn.Module, batches: Sequence[tuple[Any, Any]]) -> bool:
-    """Say whether the model scores classes that are the targets, so that it has an accuracy."""
+    """Return whether the model gives class scores, so that it has an accuracy."""
     device, (inputs, target) = device_of(model), batches[0]
     with torch.no_grad(), in_mode(model, training=False):
         output = ModelInputs.of(inputs).to(device).call(model)
@@ -257,7 +257,7 @@ def _finetuned(trained: Trained, epochs: int, plain: nn.Module) -> None:
 def require_deployable(
     limits: Mapping[str, float], formats: Sequence[str], out: Path, *, int8: bool = False
 ) -> None:
-    """Refuse what cannot be meant before anything is loaded, searched or written."""
+    """Refuse unusable options before anything is loaded, searched or written."""
     if limits:
         require_limits(limits)
     require_usable(out, formats)

@@ -22,7 +22,7 @@ from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import cost_of
 from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import Example, ModelInputs, device_of
-from maestro_lod.model.limits import Point
+from maestro_lod.model.limits import Size
 from maestro_lod.progress import Telling
 from maestro_lod.sizes.choice import Judge, choose
 from maestro_lod.sizes.latency import all_dense
@@ -51,7 +51,7 @@ class Deployed:
 class Deployment:
     """The result of `deploy_size`: the size that was chosen, and the files."""
 
-    point: Point | None
+    point: Size | None
     """The chosen size, with the costs of the form that was written; None if as it was trained."""
     ranks: dict[str, int]
     params: int

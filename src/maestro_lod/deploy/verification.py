@@ -1,4 +1,4 @@
-"""Does a file compute what its model does?"""
+"""Verification that an exported file computes the same as its model."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def require_same_outputs(
 
 
 def require_numbers(model: nn.Module, outputs: Any) -> None:
-    """Refuse a model that answers with nothing but NaN: any file would equal it."""
+    """Refuse a model whose outputs are all NaN: any file would equal it."""
     values = [t for t in tensors_in(outputs) if t.is_floating_point() and t.numel()]
     if values and all(bool(t.isnan().all()) for t in values):
         raise LayerError(
-            f"{type(model).__name__} gives nothing but NaN: its training has diverged. Go back to "
+            f"{type(model).__name__} gives only NaN: its training has diverged. Go back to "
             "the last good checkpoint."
         )
 

@@ -29,7 +29,7 @@ _PREFIX, _LOCK = ".writing-", ".lock"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a place to write a file of that name; it replaces the old one once the block is done.
+    """Give a place to write a file; it replaces the old one once the block is done.
 
     Readers see the old file or the new one, never half. The place is a directory of its own beside
     the target, since libraries that write may make temporary files themselves: all of them go away
@@ -86,7 +86,7 @@ def _put_in_place(written: Path, target: Path) -> None:
 
 
 def _own_place(target: Path) -> tuple[Path, int | None]:
-    """Make a directory beside a file, locked while we live, where there are locks."""
+    """Make a directory next to a file, locked while this process lives, where there are locks."""
     while True:
         place = Path(tempfile.mkdtemp(dir=target.parent, prefix=f"{_PREFIX}{target.name}-"))
         try:
@@ -114,7 +114,7 @@ def _held_place(place: Path) -> int | None:
 
 
 def _deserted(place: Path) -> bool | None:
-    """Say whether the process that wrote there has ended; None where nobody can tell."""
+    """Return whether the process that wrote there has ended; None if that is not known."""
     try:
         handle = _held_place(place)
     except BlockingIOError:
@@ -129,7 +129,7 @@ def _deserted(place: Path) -> bool | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Tell trouble with files in the `with` block as trouble with writing this one."""
+    """Report errors of files in the `with` block as errors of writing this one."""
     try:
         yield
     except OSError as error:
@@ -187,7 +187,7 @@ def filling_directory(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what processes killed while they wrote there have left; be `alone_in` it."""
+    """Remove what killed processes left while writing there; call it inside `alone_in`."""
     for place in directory.glob(f"{_PREFIX}*"):
         if _deserted(place) is not False:
             with writing(place):

@@ -17,13 +17,13 @@ from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, un
 from maestro_lod.model.cost import Costs
 from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import Example, Objective, require_number
-from maestro_lod.model.limits import Point
+from maestro_lod.model.limits import Size
 from maestro_lod.model.macs import DenseMacs, dense_macs
 from maestro_lod.progress import OnProgress, Telling
 from maestro_lod.sizes.replay import Replay, alone_with
 from maestro_lod.sizes.strategies import METHODS, Search, Submodel, at_given_ranks
 
-__all__ = ["Frontier", "Point", "frontier"]
+__all__ = ["Frontier", "Size", "frontier"]
 
 
 def frontier(
@@ -37,7 +37,7 @@ def frontier(
     exact: bool = False,
     example: Example | None = None,
     accuracy: Callable[[nn.Module], float] | None = None,
-    until: float | Callable[[Point], bool] | None = None,
+    until: float | Callable[[Size], bool] | None = None,
     on_progress: OnProgress | None = None,
     resume: str | os.PathLike[str] | None = None,
     memory: int = 2**31,
@@ -117,9 +117,9 @@ def _measured(
     steps: Iterable[Submodel],
     accuracy: Callable[[nn.Module], float] | None,
     on_progress: OnProgress,
-) -> Iterator[tuple[Point, float]]:
+) -> Iterator[tuple[Size, float]]:
     """Yield the model as it is and the submodels of a search, with shares of the dense cost."""
-    for count, (ranks, loss) in enumerate(itertools.chain([search.here], steps), 1):
+    for count, (ranks, loss) in enumerate(itertools.chain([search.current], steps), 1):
         point, share = _point(search, ranks, loss, accuracy), search.share(ranks)
         saved, sizes = max(0.0, 1.0 - share), f"{count} size{'s' * (count > 1)}"
         on_progress(round(100 * saved), 100, f"{sizes}, down to {share:.2f}×")
@@ -131,7 +131,7 @@ def _point(
     ranks: dict[str, int],
     loss: float,
     accuracy: Callable[[nn.Module], float] | None,
-) -> Point:
+) -> Size:
     model, share = search.replay.model, None
     if accuracy is not None:
 
@@ -143,7 +143,7 @@ def _point(
             return value
 
         share = search.answers.answer({"accuracy at": ranks}, measure)
-    return Point(ranks, loss, share, **asdict(search.costs.at(ranks)))
+    return Size(ranks, loss, share, **asdict(search.costs.at(ranks)))
 
 
 def _macs(
@@ -192,5 +192,5 @@ def _require_options(method: str, cost: str, step: float, until: object) -> None
     if not isinstance(until, numbers.Real) or not 0.0 < float(until) < 1.0:
         raise OptionError(
             f"until={until!r} must be a share of the dense cost, between 0 and 1, or a function "
-            "of a Point that returns True to stop."
+            "of a Size that returns True to stop."
         )

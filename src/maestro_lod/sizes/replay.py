@@ -1,4 +1,4 @@
-"""Evaluate a loss at changing ranks, running only what a change can reach.
+"""Replay: evaluate an objective at changing ranks, running only what a change affects.
 
 A search asks for the loss of one model a thousand times, with one layer changed each time. All that
 ran before that layer gives what it gave before. So what modules returned is remembered, by their
@@ -36,7 +36,7 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))  # what can be returned a s
 
 
 class _Values:
-    """What a call was given or returned, and whether anyone has written into it since."""
+    """Arguments or outputs of a call, and whether they were written to since."""
 
     def __init__(self, values: Any) -> None:
         self.leaves, self._structure = tree_flatten(values)
@@ -64,7 +64,7 @@ class _Values:
         return tree_unflatten(leaves, self._structure)
 
     def equals(self, other: _Values) -> bool:
-        """Say whether both are known to be the same, value by value."""
+        """Return whether both are known to be equal, value by value."""
         alike = self._structure == other._structure and not self.written
         return alike and all(map(_equal, self.leaves, other.leaves))
 
@@ -104,7 +104,7 @@ _RUNNING: ContextVar[Replay | None] = ContextVar("maestro_lod.replay", default=N
 
 
 class _Seen(NamedTuple):
-    """What is known of a call since the first evaluation."""
+    """The record of a call in the first evaluation."""
 
     module: nn.Module
     size: int | None
@@ -253,7 +253,7 @@ class Replay:
         """See whether a pass gets what it got before.
 
         It may get something else because an earlier one has met a changed layer: that is for now.
-        Or because ranks have been changed for good: then its outputs are remembered anew.
+        Or because ranks were accepted: then its outputs are remembered again.
         """
         self._used = set()
         self._replaying = index in self._inputs and self._inputs[index].equals(inputs)

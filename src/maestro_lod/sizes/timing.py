@@ -1,4 +1,4 @@
-"""Try out a model as it is deployed: on a call with drawn values, in eval mode, side by side."""
+"""Interleaved timing of deployed models on the same inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CALLS, _SECONDS = 3, 3e-3  # one timing has at least so many calls and lasts at
 
 
 def run(model: nn.Module, call: ModelInputs) -> Any:
-    """Call a model; what goes wrong is told as a fault of the example."""
+    """Call a model; report its errors as errors of the example."""
     try:
         return call.call(model)
     except Exception as error:
@@ -63,7 +63,7 @@ def interleaved(
 
 
 def ratios(times: Sequence[float], over: Sequence[float]) -> list[float]:
-    """Return how long one variant took over another, within each round."""
+    """Return the ratios of two variants' times within each round."""
     return [one / other for one, other in zip(times, over, strict=True)]
 
 
