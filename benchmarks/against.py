@@ -109,7 +109,7 @@ def searches() -> dict[str, Work]:
         f"LeNet, {method}": lambda method=method: lod.frontier(
             model, lambda m: F.cross_entropy(m(x), y), method=method, example=x[:1]
         )
-        for method in ("look-ahead", "greedy", "knapsack")
+        for method in ("look-ahead", "greedy")
     }
 
 

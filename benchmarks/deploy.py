@@ -24,7 +24,7 @@ from maestro_lod.baselines.models import resnet18
 from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.deploy.export import export, opened
 from maestro_lod.model.cost import summary
-from maestro_lod.model.inputs import Call
+from maestro_lod.model.inputs import ModelInputs
 from maestro_lod.sizes.latency import latency
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -68,7 +68,7 @@ def measured(build: Callable[[], nn.Module], x: Tensor, rounds: int, place: Path
             }
             if file != "safetensors":
                 run = opened(path)
-                runs[f"{name}, {file}"] = lambda run=run: run(Call((x,), {}))
+                runs[f"{name}, {file}"] = lambda run=run: run(ModelInputs((x,), {}))
     with torch.inference_mode():
         times = seconds(runs, rounds=rounds, repeats=3)
     for key in runs:

@@ -34,7 +34,7 @@ COMMANDS = (
     "lod compare digits --methods lod,narrow --sizes 0.25 --lr-trials 1 --set epochs=12",
     f"lod tune digits --max-params 20000 --min-accuracy 0.5 --largest 2 --set proximal=true {FEW}",
     "lod compress llama --data texts.txt --max-params 80% --batches 2 --out small",
-    "lod heal small --teacher llama --data texts.txt --steps 4 --batches 2 --out healed",
+    "lod distill small --teacher llama --data texts.txt --steps 4 --batches 2 --out distilled",
     "lod train digts",
     "lod demo --out demo",
 )

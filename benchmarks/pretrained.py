@@ -28,11 +28,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import maestro_lod as lod
-from maestro_lod.files.stage_cache import Kept
+from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import Costs
 from maestro_lod.pretrained.correction import correct
-from maestro_lod.pretrained.distillation import Sizes, heal
+from maestro_lod.pretrained.distillation import Sizes, distill
 from maestro_lod.sizes.calibrated_allocation import choose_ranks
 from maestro_lod.sizes.calibration import Calibration, calibrate
 from maestro_lod.train.evaluate import recalibrate
@@ -58,8 +58,11 @@ class Bench:
         self.case, self.answer, self.keep = case, answer, keep
         self.larger = 1
         """How many batches are one, to heal on."""
-        self.kept = Kept(unfinished, {"quality": case.quality})
-        self.seen = calibrate(case.model, case.calibration, loss=case.loss, kept=self.kept)
+        self.unfinished = unfinished
+        self.kept = StageCache(self.place("stages"), {"quality": case.quality})
+        self.seen = calibrate(
+            case.model, case.calibration, loss=case.loss, resume=self.place("calibration")
+        )
         self.elastic = lod.decompose(copy.deepcopy(case.model), calibration=self.seen)
         costs, layers = Costs(self.elastic, None), low_rank_layers(self.elastic)
         self.decomposed = sum(layer.dense_weights for layer in layers.values())
@@ -135,6 +138,10 @@ class Bench:
                     assert key.startswith("weight")
         return self.normed(model)
 
+    def place(self, name: str) -> Path | None:
+        """Return where unfinished work of a name is kept."""
+        return None if self.unfinished is None else self.unfinished / name
+
     def ranks(self, share: float) -> dict[str, int]:
         return choose_ranks(
             self.elastic, self.seen, max_params=int(self.rest + share * self.decomposed)
@@ -157,15 +164,15 @@ class Bench:
             correct(model, self.case.model, batches, calibration=self.seen, sizes=sizes)
             return model.state_dict()
 
-        model.load_state_dict(self.kept.part(name, corrected))
+        model.load_state_dict(self.kept.get_or_compute(name, corrected))
 
-    def healed(self, share: float, steps: int) -> nn.Module:
+    def distilled(self, share: float, steps: int) -> nn.Module:
         model = self.corrected(share)
-        self.heal(model, steps, "only", f"healing {share} {steps}{self._unusual()}")
+        self.distill(model, steps, "only", f"healing {share} {steps}{self._unusual()}")
         return self.normed(model)
 
     @functools.cache  # noqa: B019
-    def healed_together(self, steps: int, *, first_corrected: bool) -> nn.Module:
+    def distilled_together(self, steps: int, *, first_corrected: bool) -> nn.Module:
         """One model, healed at all shares in turn."""
         sizes = {share: self.ranks(share) for share in SHARES}
         most = {name: max(of[name] for of in sizes.values()) for name in sizes[SHARES[0]]}
@@ -173,29 +180,29 @@ class Bench:
         if first_corrected:
             self.correct(model, "corrected for all sizes", list(sizes.values()))
         name = "healing in turn, corrected" if first_corrected else "healing in turn"
-        self.heal(model, steps, [sizes[share] for share in IN_TURN], f"{name} {steps}")
+        self.distill(model, steps, [sizes[share] for share in IN_TURN], f"{name} {steps}")
         return model
 
     def of_all_sizes(self, share: float, steps: int, *, first_corrected: bool) -> nn.Module:
-        model = self.healed_together(steps, first_corrected=first_corrected)
+        model = self.distilled_together(steps, first_corrected=first_corrected)
         return self.normed(lod.extract(model, self.ranks(share)))
 
     def _unusual(self) -> str:
         return "" if self.larger == 1 else f" {self.larger} {self.case.lr}"
 
     @functools.cached_property
-    def healing(self) -> Iterable[Any]:
-        batches = self.case.healing(self.kept)
-        return batches if self.larger == 1 else _joined(list(batches), self.larger)
+    def batches(self) -> Iterable[Any]:
+        found = self.case.distillation_batches(self.kept)
+        return found if self.larger == 1 else _joined(list(found), self.larger)
 
-    def heal(self, model: nn.Module, steps: int, sizes: Sizes, name: str) -> None:
+    def distill(self, model: nn.Module, steps: int, sizes: Sizes, name: str) -> None:
         case = self.case
         for fixed in case.left_alone:
             model.get_parameter(fixed).requires_grad_(False)
-        heal(
-            model, self.healing, teacher=case.model, steps=steps, lr=case.lr, sizes=sizes,
+        distill(
+            model, case.model, self.batches, steps=steps, lr=case.lr, sizes=sizes,
             soft_loss=case.soft_loss, hidden=case.hidden,
-            checkpoint=self.kept.file(name), progress=_tell,
+            resume=self.place(name), on_progress=_tell,
         )  # fmt: skip
 
     def normed(self, model: nn.Module) -> nn.Module:
@@ -209,9 +216,9 @@ def _joined(batches: list[Any], count: int) -> list[Any]:
     return [(tree_map(lambda *t: torch.cat(t), *(x for x, _ in group)), None) for group in groups]
 
 
-def _tell(step: int, loss: float) -> None:
+def _tell(step: int, steps: int, _: str) -> None:
     if step % 50 == 0:
-        print(f"  step {step}: {loss:.4g}", flush=True)
+        print(f"  step {step} of {steps}", flush=True)
         if time.process_time() > _MOST_SECONDS:
             raise SystemExit(75)  # to be continued by the same command
 
@@ -229,14 +236,14 @@ def ways(steps: int) -> dict[str, Way]:
         "SVD-LLM's rule": lambda bench, share: bench.uniform("SVD-LLM", share),
         "calibrated": Bench.calibrated,
         "calibrated + sequential": Bench.corrected,
-        f"+ healing, {steps} steps": lambda bench, share: bench.healed(share, steps),
+        f"+ healing, {steps} steps": lambda bench, share: bench.distilled(share, steps),
         f"all sizes healed at once, {steps} steps": lambda bench, share: bench.of_all_sizes(
             share, steps, first_corrected=False
         ),
         f"all sizes corrected and healed at once, {steps} steps": (
             lambda bench, share: bench.of_all_sizes(share, steps, first_corrected=True)
         ),
-        f"each size healed alone, {each} steps": lambda bench, share: bench.healed(share, each),
+        f"each size healed alone, {each} steps": lambda bench, share: bench.distilled(share, each),
     }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maestro_lod.files.stage_cache import Kept
+from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.sizes.outputs import own_scores, own_values, scores_loss, values_loss
 
 SoftLoss = Callable[[Any, Any], Tensor]
@@ -44,7 +44,7 @@ class Case:
     """What calibration differentiates: it needs no labels."""
     correction: int
     """How many of the batches correct sequentially."""
-    healing: Callable[[Kept], Iterable[Any]]
+    distillation_batches: Callable[[StageCache], Iterable[Any]]
     """Makes the batches to heal on."""
     validation: list[Any]
     soft_loss: SoftLoss
@@ -70,8 +70,8 @@ def language_model(folder: Path) -> Case:
     model, windows, judged = load.load(), load.windows("calib"), load.windows("eval")
     windows, held_out = windows[:-32], windows[-32:]
 
-    def healing(kept: Kept) -> list[Any]:
-        written = kept.part("written more", lambda: written_by(model, 640))
+    def distillation_batches(kept: StageCache) -> list[Any]:
+        written = kept.get_or_compute("written more", lambda: written_by(model, 640))
         told = torch.cat([windows, written]).reshape(-1, 128)
         told = told[torch.randperm(len(told), generator=seeded())]
         return [({"input_ids": part}, None) for part in told.split(4)]
@@ -85,7 +85,7 @@ def language_model(folder: Path) -> Case:
         [({"input_ids": part}, None) for part in windows[:64].split(4)],
         own_scores,
         6,
-        healing,
+        distillation_batches,
         [({"input_ids": part}, None) for part in held_out.split(4)],
         scores_loss,
         (),

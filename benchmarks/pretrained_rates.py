@@ -21,7 +21,7 @@ from interleaved import RESULTS, write
 from pretrained_models import CASES
 from torch import nn
 
-from maestro_lod.model.inputs import call
+from maestro_lod.model.inputs import ModelInputs
 from pretrained import Bench
 
 STEPS, SHARE = 60, 0.7
@@ -33,7 +33,8 @@ def distance(bench: Bench, model: nn.Module) -> float:
     """Return how far a model is from the original on held-out samples."""
     case, total = bench.case, 0.0
     for inputs, _ in case.validation:
-        total += float(case.soft_loss(call(model, inputs), call(case.model, inputs)))
+        call = ModelInputs.of(inputs)
+        total += float(case.soft_loss(call.call(model), call.call(case.model)))
     return total / len(case.validation)
 
 
@@ -49,7 +50,7 @@ def tried(bench: Bench, known: dict[str, Any]) -> None:
             if name not in known:
                 model = copy.deepcopy(start)
                 bench.case = dataclasses.replace(given, lr=lr, hidden=hidden)
-                bench.heal(model, STEPS, "only", name)
+                bench.distill(model, STEPS, "only", name)
                 known[name] = distance(bench, bench.normed(model))
                 print(f"{name}: {known[name]:.4g}", flush=True)
                 bench.keep()

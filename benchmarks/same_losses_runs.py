@@ -97,9 +97,8 @@ def compress(model: nn.Module, batches: Batches, *, correct: bool, steps: int) -
         ":compress", "pretrained.compress:compress", "pretrained.compression:compress"
     )
     scores = "own_scores", "scores_loss"
-    loss, soft_loss = (
-        one_of(f":{name}", f"sizes.outputs:{name}", f"pretrained.outputs:{name}") for name in scores
-    )
+    homes = "", "sizes.outputs", "pretrained.outputs"
+    loss, soft_loss = (one_of(*(f"{home}:{name}" for home in homes)) for name in scores)
     known = inspect.signature(function).parameters
     options = {
         next(name for name in names if name in known): value
@@ -113,11 +112,8 @@ def compress(model: nn.Module, batches: Batches, *, correct: bool, steps: int) -
 
 def distill(model: nn.Module, batches: Batches, teacher: nn.Module, **options: Any) -> None:
     """Train a cut model by its original."""
-    function = one_of(
-        *(":distill", ":heal", "pretrained.distillation:distill", "pretrained.distillation:heal"),
-        "pretrained.healing:heal",
-    )
-    function(model, batches, teacher=teacher, soft_loss=distance, **options)
+    function = one_of(":distill", "pretrained.distillation:heal", "pretrained.healing:heal")
+    function(model, data=batches, teacher=teacher, soft_loss=distance, **options)
 
 
 def states() -> tuple[Callable[..., Any], Callable[..., Any], type]:

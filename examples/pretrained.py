@@ -4,7 +4,7 @@
 
 A small network for the digits of scikit-learn stands in for a pretrained model: nothing is
 downloaded. It is cut to shares of its parameters by the SVD of its weights, by what its layers see,
-and with healing by the original; labels are used to judge alone.
+and with distillation by the original; labels are used to judge alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import maestro_lod as lod
 from maestro_lod.model.cost import Costs
-from maestro_lod.pretrained.compression import compress
 from maestro_lod.sizes.outputs import own_scores, scores_loss
 
 EPOCHS, BATCH = 12, 32
@@ -74,12 +73,12 @@ def main() -> None:
     original = pretrained(images, labels)
     data = list(images[:512].split(BATCH))  # no labels
     print(f"original: {accuracy(original, test_images, test_labels):.1%} of test digits\n")
-    print("parameters   SVD of weights   calibrated   + 200 steps of healing")
+    print("parameters   SVD of weights   calibrated   + 200 steps of distillation")
     for share in SHARES:
         row = [accuracy(by_weights(original, share), test_images, test_labels)]
-        for healing in (0, 200):
+        for steps in (0, 200):
             model = copy.deepcopy(original)
-            done = compress(model, data, max_params=share, loss=own_scores, healing=healing,
+            done = lod.compress(model, data, max_params=share, loss=own_scores, distill_steps=steps,
                             soft_loss=scores_loss)  # fmt: skip
             row.append(accuracy(lod.extract(model), test_images, test_labels))
         kept = done.params / done.dense_params

@@ -124,7 +124,7 @@ def _sizes(run: Run, kind: str) -> dict[str, tuple[Point, Point]]:
     if all(str(share) in known for share in SHARES):
         return {share: (cut, healed) for share, (cut, healed) in known.items() if cut}
     trained = Trained.of(run)
-    kept = run.directory / f"search-{kind}.jsonl"
+    kept = run.directory / f"search-{kind}.unfinished"
     found = search(trained, cost=kind, until=0.95 * SHARES[-1], resume=kept)
     for share in SHARES:
         within = [p for p in found if getattr(p, kind) <= share * getattr(found.dense, kind)]

@@ -39,7 +39,7 @@ def _sizes(run: Run) -> dict[str, Any]:
     """Return what a model trained without penalty reaches whole and at shares of its params."""
     trained = Trained.of(run)
     kept = (
-        run.directory / "search-params.jsonl"
+        run.directory / "search-params.unfinished"
     )  # minutes for the ResNet, so it can be gone on with
     found = search(trained, cost="params", until=SHARES[-1], resume=kept)
     reached = {"1.00": trained.test()["accuracy"]}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import maestro_lod as lod
 from maestro_lod.cli.run import Run
 from maestro_lod.cli.setup import Setup
-from maestro_lod.model.inputs import call
+from maestro_lod.model.inputs import ModelInputs
 from maestro_lod.train.shrink import cut
 from paper import cifar, multi30k
 from paper.published import LENET
@@ -87,7 +87,8 @@ class _Steps:
 
         def step() -> None:
             setup.method.backward(
-                lambda: call(setup.model, inputs), lambda output: setup.loss(output, target)
+                lambda: ModelInputs.of(inputs).call(setup.model),
+                lambda output: setup.loss(output, target),
             )
             setup.optimizer.step()
             setup.optimizer.zero_grad()

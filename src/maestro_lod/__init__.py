@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from maestro_lod.model.cost import summary
     from maestro_lod.model.surgery import decompose, extract, fuse
     from maestro_lod.model.survey import survey
+    from maestro_lod.pretrained.compression import compress
+    from maestro_lod.pretrained.correction import correct
+    from maestro_lod.pretrained.distillation import distill
     from maestro_lod.progress import show_progress
+    from maestro_lod.sizes.calibrated_allocation import choose_ranks
+    from maestro_lod.sizes.calibration import calibrate
     from maestro_lod.sizes.frontier_search import frontier
     from maestro_lod.sizes.latency import latency
     from maestro_lod.train.budget import BudgetTraining
@@ -35,8 +40,13 @@ __all__ = [
     "MaestroError",
     "RankSampler",
     "at_ranks",
+    "calibrate",
+    "choose_ranks",
+    "compress",
+    "correct",
     "decompose",
     "deploy_size",
+    "distill",
     "export",
     "extract",
     "fit",
@@ -65,7 +75,12 @@ _HOMES = {
     "model.cost": ("summary",),
     "model.surgery": ("decompose", "extract", "fuse"),
     "model.survey": ("survey",),
+    "pretrained.compression": ("compress",),
+    "pretrained.correction": ("correct",),
+    "pretrained.distillation": ("distill",),
     "progress": ("show_progress",),
+    "sizes.calibrated_allocation": ("choose_ranks",),
+    "sizes.calibration": ("calibrate",),
     "sizes.frontier_search": ("frontier",),
     "sizes.latency": ("latency",),
     "train.budget": ("BudgetTraining",),

@@ -12,6 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
+
+OnProgress: TypeAlias = Callable[[int, int, str], object]
+"""`on_progress(done, total, note)`: the number of steps that are done, the number of all steps, and
+what is being done."""
 
 _FIRST, _EVERY = 2.0, 5.0  # seconds until the first line, and between lines
 _asked: bool | None = None

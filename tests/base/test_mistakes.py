@@ -21,10 +21,10 @@ from maestro_lod.cli.run import Run
 from maestro_lod.cli.tuning.search import tune
 from maestro_lod.cli.tuning.trials import Reached
 from maestro_lod.errors import CheckpointError, LayerError, OptionError, TrainingError
+from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.files.state import load_state, save_state
 from maestro_lod.files.tensor_file import opened_file, write_tensors
 from maestro_lod.model.frontier import Frontier
-from maestro_lod.sizes.journal import Journal
 from maestro_lod.train.evaluate import evaluate
 
 X = torch.randn(8, 6)
@@ -193,13 +193,21 @@ def test_frontiers_that_nobody_writes(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [DEEP, LONG, "null", "5"], ids=lambda t: t[:9])
-def test_journals_that_nobody_writes(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    with Journal(path, {}) as journal:
-        journal.answer({"number": 1}, lambda: 2.0)
+def test_answers_that_nobody_writes(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "search.jsonl"
+    with StageCache(tmp_path, {}).answers("search") as answers:
+        answers.answer({"number": 1}, lambda: 2.0)
     path.write_text(f"{path.read_text()}{line}\n")
-    with pytest.raises(CheckpointError, match=r"line 3 of .* is damaged"), Journal(path, {}):
+    cache = StageCache(tmp_path, {})
+    with pytest.raises(CheckpointError, match=r"line 2 of .* is damaged"), cache.answers("search"):
         pass
+
+
+@pytest.mark.parametrize("text", [DEEP, LONG, "null", "5", "", "{"], ids=lambda t: t[:9])
+def test_calls_that_nobody_records(text: str, tmp_path: Path) -> None:
+    (tmp_path / "of.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"of.json is damaged .* Remove its directory"):
+        StageCache(tmp_path, {"what": "a test"})
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,11 @@ WRONG = {
     # command lines
     "trian digits": "No such command 'trian'. Did you mean 'train'?",
     "--verbose": "No such option: --verbose",
+    "heal small --steps 5": "'heal' is called 'distill' now.",
+    "deploy runs/digits --fast": "'--fast' is called '--prefer-speed' now.",
+    "deploy runs/digits --heal 1": "'--heal' is called '--finetune-epochs' now.",
+    "compress small --fast": "'--fast' is called '--no-correction' now.",
+    "compress small --heal=50": "'--heal' is called '--distill-steps' now.",
     "train": "Missing argument 'RECIPE'",
     "train digits lenet-mnist": "unexpected extra argument",
     "train digits epochs=3": "unexpected extra argument",

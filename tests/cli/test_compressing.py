@@ -1,4 +1,4 @@
-"""`lod compress` and `lod heal`, from directories and recipes to files that load."""
+"""`lod compress` and `lod distill`, from directories and recipes to files that load."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_directory_becomes_one_that_loads_then_heals(llama, texts, tmp_path, capsys):
+def test_a_directory_becomes_one_that_loads_then_is_distilled(llama, texts, tmp_path, capsys):
     texts["txt"].write_text("the cat sat on a mat and a dog ran far away\n" * 200)
-    small, healed = tmp_path / "small", tmp_path / "healed"
+    small, distilled = tmp_path / "small", tmp_path / "distilled"
     limits = ["--max-params", "0.9", "--batches", "2", "--share-tied"]
     assert lod_command("compress", llama, "--data", texts["txt"], *limits, "--out", small) == 0
     shown, beside = capsys.readouterr()
@@ -79,13 +79,13 @@ def test_a_directory_becomes_one_that_loads_then_heals(llama, texts, tmp_path, c
     assert sum(p.numel() for p in lod.extract(model).parameters()) <= 0.9 * dense
     assert model(input_ids=torch.tensor([[2, 3, 4]])).logits.shape == (1, 3, 32)
     given = ["--teacher", llama, "--data", texts["txt"], "--steps", "3", "--batches", "2"]
-    assert lod_command("heal", small, *given, "--out", healed) == 0
-    assert lod.ranks(from_pretrained(healed)) == lod.ranks(model)
+    assert lod_command("distill", small, *given, "--out", distilled) == 0
+    assert lod.ranks(from_pretrained(distilled)) == lod.ranks(model)
 
 
 def test_own_batches_and_no_correction(llama, own, tmp_path):
     module = next(own.glob("own_*.py")).stem
-    limits = ["--max-params", "0.95", "--fast", "--quiet"]
+    limits = ["--max-params", "0.95", "--no-correction", "--quiet"]
     data = ["--data", f"{module}:ids"]
     assert lod_command("compress", llama, *data, *limits, "--out", tmp_path / "out") == 0
     assert (tmp_path / "out" / "lod.safetensors").is_file()
@@ -96,15 +96,15 @@ CLEANING = "maestro_lod.cli.unfinished.Unfinished._remove_parts"
 
 
 @pytest.mark.parametrize("stage", [WRITING, CLEANING], ids=["writing", "cleaning"])
-@pytest.mark.parametrize("command", ["compress", "heal"])
+@pytest.mark.parametrize("command", ["compress", "distill"])
 def test_a_killed_command_goes_on(llama, own, tmp_path, command, stage, monkeypatch):
     module = next(own.glob("own_*.py")).stem
     data, small, out = ["--data", f"{module}:ids"], tmp_path / "small", tmp_path / "out"
     limits = ["--max-params", "0.95", "--quiet"]
     arguments = ["compress", llama, *data, *limits, "--out"]
-    if command == "heal":
+    if command == "distill":
         assert lod_command("compress", llama, *data, *limits, "--out", small) == 0
-        arguments = ["heal", small, "--teacher", llama, *data, "--steps", "2", "--out"]
+        arguments = ["distill", small, "--teacher", llama, *data, "--steps", "2", "--out"]
 
     def killed(*_: object) -> None:
         raise SystemExit(137)
@@ -138,7 +138,7 @@ def test_a_failed_export_leaves_no_directory_and_no_lost_work(own, tmp_path, mon
 
 def test_a_recipe_becomes_an_elastic_file_and_onnx(own, tmp_path, capsys):
     out = tmp_path / "out"
-    limits = ["--max-params", "0.6", "--to", "onnx", "--int8", "--heal", "2"]
+    limits = ["--max-params", "0.6", "--to", "onnx", "--int8", "--distill-steps", "2"]
     assert lod_command("compress", "mine.yaml", *limits, "--out", out) == 0, capsys.readouterr()
     module = __import__(next(own.glob("own_*.py")).stem)
     model = load(out / "model.safetensors", into=module.build())
@@ -158,7 +158,7 @@ def test_mistakes_are_one_line_and_exit_code_two_or_one(llama, own, texts, tmp_p
         ((llama, *data, "--max-params", "half", *out), 2, "is no amount"),
         ((llama, *data, *limit, "--to", "gguf", *out), 2, "--to gguf is not known"),
         ((llama, *data, *limit, "--int8", *out), 2, "--int8 is for ONNX files"),
-        ((llama, *data, *limit, "--out", tmp_path / "taken"), 2, "is there already"),
+        ((llama, *data, *limit, "--out", tmp_path / "taken"), 2, "exists already"),
         ((tmp_path / "taken", *data, *limit, *out), 1, "has no config.json"),
         ((llama, "--data", f"{module}:nothing", *limit, *out), 2, "has no batch"),
         ((llama, "--data", f"{module}:number", *limit, *out), 2, "returned an int"),

@@ -33,8 +33,8 @@ RUN_COMMANDS = {
 SLOW = ("bench", "frontier", "deploy")
 """Before they work they read what `summary` reads, so these are only given what is refused."""
 MODEL_COMMANDS = {
-    "compress": ["--data", "texts.txt", "--max-params", "0.5", "--fast", "--out", "small"],
-    "heal": ["--teacher", "{}", "--data", "texts.txt", "--steps", "1", "--out", "healed"],
+    "compress": ["--data", "texts.txt", "--max-params", "0.5", "--no-correction", "--out", "small"],
+    "distill": ["--teacher", "{}", "--data", "texts.txt", "--steps", "1", "--out", "distilled"],
     "verify": [], "summary": [], "report": [],
 }  # fmt: skip
 ANSWERED, REFUSED = "answered", "refused in one line"

@@ -26,8 +26,8 @@ from maestro_lod.errors import CheckpointError, LayerError, OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import count_params
 from maestro_lod.model.frontier import Frontier
-from maestro_lod.model.inputs import as_call
-from maestro_lod.model.limits import Point
+from maestro_lod.model.inputs import ModelInputs
+from maestro_lod.model.limits import Size
 from maestro_lod.sizes import choice
 from maestro_lod.sizes import measured as timing
 from maestro_lod.sizes.latency import Latency, LayerLatency, round_ranks
@@ -56,7 +56,7 @@ def test_a_frontier_goes_into_the_run_its_report_and_its_file(finished: Path) ->
     assert sizes[0].ranks == lod.ranks(Trained.of(Run.open(finished)).model)
     assert all(point.accuracy is not None and point.latency for point in sizes)
     assert "Every size" in (finished / "report.html").read_text()
-    assert not list(finished.glob("frontier-*.jsonl"))
+    assert not list(finished.glob("frontier-*.unfinished"))
     small = lod.load(finished / "model.safetensors", into=LeNet(), max_params=0.5)
     assert lod.ranks(small) == sizes.pick(max_params=0.5)
 
@@ -101,7 +101,7 @@ def test_a_run_is_deployed_to_every_format(
     rebuilt = lod.load(out / "model.safetensors", into=LeNet()).eval()
     assert not low_rank_layers(rebuilt)
     example = trained.example(5).normal_()
-    (answer,) = opened(out / "model.onnx")(as_call(example))
+    (answer,) = opened(out / "model.onnx")(ModelInputs.of(example))
     torch.testing.assert_close(answer, rebuilt(example), rtol=1e-4, atol=1e-4)
 
 
@@ -112,25 +112,26 @@ def test_a_size_that_is_worse_says_so_and_what_helps(finished: Path, tmp_path: P
     before = replace(done, dense_test={"accuracy": 0.959}, test={"accuracy": 0.705})
     said = deployment.quality_loss(trained, before)
     assert said is not None
-    assert "fell from 95.9% to 70.5%" in said and "--heal" in said and "elastic" in said
+    assert "fell from 95.9% to 70.5%" in said
+    assert "--finetune-epochs 1" in said and "elastic" in said
     assert deployment.quality_loss(trained, replace(before, test={"accuracy": 0.952})) is None
 
 
-def test_a_size_is_healed_before_it_is_written(
+def test_a_size_is_fine_tuned_before_it_is_written(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "healed"
+    out = tmp_path / "tuned"
     limits = ("--max-macs", "0.25", "--quiet", "--to", "safetensors")
-    command = ("deploy", str(finished), *limits, "--heal", "2", "--out", str(out))
+    command = ("deploy", str(finished), *limits, "--finetune-epochs", "2", "--out", str(out))
     assert lod_program(*command) == 0
-    assert "before healing" in capsys.readouterr().out
+    assert "before fine-tuning" in capsys.readouterr().out
     written = json.loads((out / "deploy.json").read_text())
-    assert written["test"]["loss"] != written["unhealed_test"]["loss"]
-    (kept,) = finished.glob("healing-2-*.safetensors")
+    assert written["test"]["loss"] != written["untuned_test"]["loss"]
+    (kept,) = finished.glob("finetuning-2-*.unfinished")
     assert lod_program("verify", str(kept)) == 0
     rebuilt = lod.load(out / "model.safetensors", into=LeNet())
     assert Trained.of(Run.open(finished)).test(rebuilt) == pytest.approx(written["test"])
-    kept.unlink()
+    shutil.rmtree(kept)
 
 
 def beside_dense(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
@@ -158,7 +159,7 @@ def test_what_is_to_be_fast_and_is_slower_than_dense_is_refused_and_leaves_nothi
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     beside_dense(monkeypatch, 1.5)
-    options = to_safetensors(tmp_path / "phone", "--max-macs", "0.5", "--fast")
+    options = to_safetensors(tmp_path / "phone", "--max-macs", "0.5", "--prefer-speed")
     assert lod_program("deploy", str(finished), *options) == 2
     assert "1.50× as slow as its dense form" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -223,7 +224,7 @@ def test_a_size_is_kept_though_its_layers_would_be_faster_multiplied_out(
     found = Frontier.load(finished / "frontier.json")
     wanted = found.point(**{limit: 0.4})
     option = (f"--{limit.replace('_', '-')}", "40%")
-    for name, fast in (("small", ()), ("fast", ("--fast",))):
+    for name, fast in (("small", ()), ("fast", ("--prefer-speed",))):
         options = to_safetensors(tmp_path / name, *option, *fast)
         assert lod_program("deploy", str(finished), *options) == 0
     written = deployed(tmp_path / "small")
@@ -357,10 +358,10 @@ def test_rounded_ranks_reach_the_accuracy_too(
 ) -> None:
     asked: list[dict[str, int]] = []
 
-    def judged(trained: Trained, ranks: list[dict[str, int]]) -> list[Point]:
+    def judged(trained: Trained, ranks: list[dict[str, int]]) -> list[Size]:
         """Let the first size that is asked for be useless once it is rounded."""
         asked.extend(ranks)
-        return [Point(ranks[0], 0.5, float(len(asked) > 1), 1, 1, 1)]
+        return [Size(ranks[0], 0.5, float(len(asked) > 1), 1, 1, 1)]
 
     monkeypatch.setattr(deployment, "search", judged)
     options = to_safetensors(tmp_path / "phone", "--min-accuracy", "0.001", "--round", "8")

@@ -74,7 +74,7 @@ def test_the_same_command_goes_on_wherever_it_was_killed(tmp_path: Path) -> None
         if out.exists():  # as a whole, whatever else there is
             assert {file.name: file.read_bytes() for file in out.iterdir()} == FILES
         if out.exists() and not parts.exists():  # all but the last cleaning was done
-            with pytest.raises(OptionError, match="is there already"):
+            with pytest.raises(OptionError, match="exists already"):
                 command(out)
         else:
             command(out)
@@ -92,7 +92,7 @@ def test_a_full_disk_leaves_nothing_half_and_the_same_command_goes_on(tmp_path: 
             if not out.exists() or out.with_name("out.unfinished").exists():
                 command(out)
         if len(names(out.parent)) > 1:  # what the disk did not remove, the next call does
-            with pytest.raises(OptionError, match="is there already"):
+            with pytest.raises(OptionError, match="exists already"):
                 command(out)
         require_whole(out)
         if disk.done < at:
@@ -114,14 +114,14 @@ def test_what_cannot_be_filled_leaves_no_directory(tmp_path: Path) -> None:
 def test_directories_with_content_are_refused_even_beside_parts(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command(out)
-    with pytest.raises(OptionError, match="is there already"):
+    with pytest.raises(OptionError, match="exists already"):
         command(out)
     shutil.copytree(out, tmp_path / "out.unfinished")
     (tmp_path / "out.unfinished" / "written").write_text("1")
-    with pytest.raises(OptionError, match="is there already"):
+    with pytest.raises(OptionError, match="exists already"):
         command(out)
     (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="is there already"):
+    with pytest.raises(OptionError, match="exists already"):
         command(tmp_path / "file")
 
 

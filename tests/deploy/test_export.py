@@ -32,7 +32,7 @@ from maestro_lod.deploy.export import (
 )
 from maestro_lod.errors import CheckpointError, LayerError, MaestroError, OptionError
 from maestro_lod.layers import Attention
-from maestro_lod.model.inputs import Call
+from maestro_lod.model.inputs import ModelInputs
 
 
 @pytest.fixture(autouse=True)
@@ -210,9 +210,9 @@ def test_pt2_files_run_in_torch_alone(made: Made) -> None:
     program = torch.export.load(made.path("pt2")).module()
     for batch in (1, 5):
         args = made.case.inputs(batch)
-        call = Call(args, {})
+        call = ModelInputs(args, {})
         if isinstance(made.case.example, dict):
-            call = Call((), dict(zip(made.case.example, args, strict=True)))
+            call = ModelInputs((), dict(zip(made.case.example, args, strict=True)))
         with torch.no_grad():
             out = program(*call.args, **call.kwargs)
         got = list(out.values()) if isinstance(out, dict) else [out]
@@ -282,12 +282,14 @@ def test_several_inputs_constants_and_nested_outputs(tmp_path: Path) -> None:
             return (y, {"twice": 2 * y if twice else y}, None)
 
     small = lod.extract(lod.decompose(Several(), ranks=1)).eval()
-    fixed = Call((torch.empty(2, 6), torch.empty(6)), {"shift": torch.empty(2, 6), "twice": True})
+    fixed = ModelInputs(
+        (torch.empty(2, 6), torch.empty(6)), {"shift": torch.empty(2, 6), "twice": True}
+    )
     x, scale, shift = torch.randn(4, 6), torch.randn(6), torch.randn(4, 6)
     y, more, _ = small(x, scale, shift=shift, twice=True)
     for suffix in ("onnx", "pt2"):
         assert export(small, tmp_path / f"m.{suffix}", example=fixed).batch is None
-        call = Call((x, scale), {"shift": shift, "twice": True})
+        call = ModelInputs((x, scale), {"shift": shift, "twice": True})
         assert_same(opened(tmp_path / f"m.{suffix}")(call), [y.detach(), more["twice"].detach()])
 
 

@@ -69,7 +69,7 @@ def given_to(page: str, block: str) -> dict[str, Any]:
         if "model.layers" in block:
             return {"model": llama, "batches": [{"input_ids": torch.arange(16).view(2, 8)}]}
         save_pretrained(lod.decompose(llama), "small")
-        compressed = lod.decompose(network(), ranks=4) if "heal(" in block else model
+        compressed = lod.decompose(network(), ranks=4) if "lod.distill(" in block else model
         return {"model": compressed, "original": model, "batches": [x, x + 1], "lod": lod}
     if page == "tuning":
         decomposed = lod.decompose(model)

@@ -16,7 +16,7 @@ from torch import nn
 
 import maestro_lod as lod
 from maestro_lod.errors import CheckpointError
-from maestro_lod.files.atomic import open_to_append, remove_leftovers, replacing
+from maestro_lod.files.atomic import open_to_append, remove_leftovers, replacing, replacing_files
 from maestro_lod.files.state import save_state
 
 
@@ -51,6 +51,31 @@ def test_what_else_is_written_there_goes_away(tmp_path: Path) -> None:
         place.with_name(".tmpXYZ").write_text("a temporary file of a library")
         place.write_text("whole")
     assert names(tmp_path) == ["file.txt"]
+
+
+def test_several_files_replace_those_of_a_directory_once_all_are_written(tmp_path: Path) -> None:
+    for name in ("a", "other"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "a").chmod(0o640)
+    with replacing_files(tmp_path) as place:
+        for name in ("a", "b"):
+            (place / name).write_text("new")
+        assert names(tmp_path)[1:] == ["a", "other"]
+        assert (tmp_path / "a").read_text() == "old"
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"a": "new", "b": "new", "other": "old"}
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_of_several_files_none_is_replaced_if_the_block_fails(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(error), replacing_files(tmp_path) as place:
+        (place / "a").write_text("half")
+        raise error
+    assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
 
 
 def test_trouble_with_files_names_the_target(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,9 @@ from maestro_lod.cli.run import Run
 from maestro_lod.deploy import deployment
 from maestro_lod.errors import MaestroError
 from maestro_lod.files.atomic import remove_leftovers
+from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.files.state import load_state, save_state
 from maestro_lod.model.frontier import Frontier
-from maestro_lod.sizes.journal import Journal
 from tests.support.faults import CODES, failing_disk
 
 X = torch.ones(4, 6)
@@ -115,24 +117,51 @@ def test_a_file_is_the_old_or_the_new_one(kind: str, code: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-def test_a_search_goes_on_from_its_journal(code: int, tmp_path: Path) -> None:
-    path, answers = tmp_path / "journal.jsonl", [0.5, 1.5, 2.5]
+def test_a_search_is_resumed_from_its_answers(code: int, tmp_path: Path) -> None:
+    resume, answers = tmp_path / "unfinished", [0.5, 1.5, 2.5]
 
     def search() -> list[float]:
-        with Journal(path, {"what": "a test"}) as journal:
+        with StageCache(resume, {"what": "a test"}).answers("search") as known:
             return [
-                journal.answer({"number": n}, lambda v=v: v)  # type: ignore[misc]
+                known.answer({"number": n}, lambda v=v: v)  # type: ignore[misc]
                 for n, v in enumerate(answers)
             ]
 
     count = operations(search)
-    assert count == 4
+    assert count >= 3 + 4  # at least a write for each answer, and a file of the call
     for number in range(1, count + 1):
-        path.unlink()
-        with failing_disk(number, code), pytest.raises((MaestroError, OSError)):
+        shutil.rmtree(resume, ignore_errors=True)
+        with suppress(MaestroError, OSError), failing_disk(number, code):
             search()
         assert search() == answers, number
-        assert len(path.read_text().splitlines()) == 4
+        assert len((resume / "search.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_finished_stages_are_kept_as_a_whole_or_not_at_all(code: int, tmp_path: Path) -> None:
+    resume, made = tmp_path / "unfinished", list[str]()
+
+    def work() -> list[int]:
+        cache = StageCache(resume, {"what": "a test"})
+
+        def compute(name: str, value: int) -> int:
+            made.append(name)
+            return value
+
+        return [
+            cache.get_or_compute(name, lambda n=name, v=v: compute(n, v))  # type: ignore[misc]
+            for name, v in (("first", 1), ("second", 2))
+        ]
+
+    count = operations(work)
+    for number in range(1, count + 1):
+        shutil.rmtree(resume, ignore_errors=True)
+        with suppress(MaestroError, OSError), failing_disk(number, code):
+            work()
+        assert work() == [1, 2], number
+        made.clear()
+        assert work() == [1, 2], number
+        assert not made
 
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)

@@ -18,7 +18,7 @@ from maestro_lod.deploy.export import opened
 from maestro_lod.layers import Experts, LowRankStack, SortedExperts, Stack, StackedProduct
 from maestro_lod.layers.experts import ROUTED, apply_stacked
 from maestro_lod.model.checkpoint import save_plain
-from maestro_lod.model.inputs import Call
+from maestro_lod.model.inputs import ModelInputs
 from maestro_lod.pretrained.compression import compress
 
 hf = pytest.importorskip("transformers")
@@ -300,7 +300,7 @@ def test_it_is_exported_as_one_graph_that_fits_any_batch_and_choice_of_experts(
     assert lod.export(experts, path, example=call(2)).batch is None
     for rows in (1, 3, 12):
         inputs = call(rows)
-        (answer,) = opened(path)(Call(inputs, {}))
+        (answer,) = opened(path)(ModelInputs(inputs, {}))
         torch.testing.assert_close(answer, experts(*inputs), **CLOSE)
 
 

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maestro_lod.errors import CheckpointError, OptionError
-from maestro_lod.model.frontier import Frontier, Point
+from maestro_lod.model.frontier import Frontier, Size
 
 
-def points(with_accuracy: bool = True) -> st.SearchStrategy[Point]:
+def points(with_accuracy: bool = True) -> st.SearchStrategy[Size]:
     share = st.floats(0.0, 1.0)
     return st.builds(
-        Point,
+        Size,
         ranks=st.dictionaries(st.sampled_from(["a", "b", "c.d"]), st.integers(0, 64), min_size=1),
         loss=st.floats(0.0, 10.0),
         accuracy=share if with_accuracy else st.none(),
@@ -32,7 +32,7 @@ def points(with_accuracy: bool = True) -> st.SearchStrategy[Point]:
     )
 
 
-DENSE = Point({}, 0.5, 0.9, params=1000, macs=1000, bytes=4000, latency=1.0)
+DENSE = Size({}, 0.5, 0.9, params=1000, macs=1000, bytes=4000, latency=1.0)
 
 
 def frontiers() -> st.SearchStrategy[Frontier]:
@@ -55,7 +55,7 @@ LIMITS: dict[str, st.SearchStrategy[float]] = {
 }
 
 
-def meets(point: Point, option: str, limit: float) -> bool:
+def meets(point: Size, option: str, limit: float) -> bool:
     key = option.partition("_")[2]
     value = getattr(point, key)
     if option == "min_accuracy":
@@ -123,9 +123,9 @@ def test_the_best_points_are_monotone_and_beat_all_others(found: Frontier) -> No
 def small(**changes: Any) -> Frontier:
     """Three submodels of a model with 100 parameters and 1000 MACs."""
     found = [
-        Point({"a": 8}, 0.10, 0.98, 100, 1000, 400),
-        Point({"a": 4}, 0.20, 0.95, 50, 600, 200),
-        Point({"a": 1}, 0.90, 0.60, 20, 100, 80),
+        Size({"a": 8}, 0.10, 0.98, 100, 1000, 400),
+        Size({"a": 4}, 0.20, 0.95, 50, 600, 200),
+        Size({"a": 1}, 0.90, 0.60, 20, 100, 80),
     ]
     found = [replace(point, **changes) for point in found]
     return Frontier(tuple(found), replace(found[0], ranks={}), "per-cost", "macs")
@@ -135,9 +135,9 @@ def test_accuracies_that_differ_by_chance_do_not_choose_the_smallest_size() -> N
     costs = {"macs": None, "bytes": 40}
     found = Frontier(
         (
-            Point({"a": 8}, 0.10, 0.9700, params=50, **costs),
-            Point({"a": 4}, 0.14, 0.9694, params=25, **costs),
-            Point({"a": 1}, 0.29, 0.9705, params=5, **costs),  # one sample in 2000 more
+            Size({"a": 8}, 0.10, 0.9700, params=50, **costs),
+            Size({"a": 4}, 0.14, 0.9694, params=25, **costs),
+            Size({"a": 1}, 0.29, 0.9705, params=5, **costs),  # one sample in 2000 more
         ),
         replace(DENSE, params=100),
         "greedy",
@@ -189,8 +189,8 @@ def test_numbers_and_shares_are_told_apart() -> None:
         ({"min_accuracy": 97.0}, "min_accuracy=97.0 must be a share"),
         ({"min_accuracy": math.nan}, "min_accuracy=nan must be a share"),
         ({"max_latency": 0.1}, "knows no latency. Use with_latency"),
-        ({"max_params": "5"}, "max_params='5' is no number"),
-        ({"max_params": True}, "max_params=True is no number"),
+        ({"max_params": "5"}, "max_params='5' is not a number"),
+        ({"max_params": True}, "max_params=True is not a number"),
     ],
 )
 def test_bad_limits_get_one_clear_line(limits: dict[str, Any], message: str) -> None:
@@ -332,7 +332,7 @@ def test_the_table_shows_the_best() -> None:
     assert lines[2].split()[0] == "dense"
     assert "50 (0.50×)" in lines[4]
     assert len(lines) == 6
-    many = tuple(Point({"a": i}, 1 / i, None, i, i, i) for i in range(1, 200))
+    many = tuple(Size({"a": i}, 1 / i, None, i, i, i) for i in range(1, 200))
     assert len(str(Frontier(many, many[-1], "greedy", "params")).splitlines()) < 25
 
 

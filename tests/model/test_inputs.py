@@ -1,98 +1,129 @@
-"""Batches shared out to two processes: the steps of one process on whole batches."""
+"""Inputs of a model: whatever a user gives becomes one call, with one way to move and draw it."""
 
 from __future__ import annotations
 
+from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from maestro_lod import LoD, decompose, fit
-from maestro_lod.train.evaluate import CrossEntropy
-from maestro_lod.train.fit import FitOptions
+from maestro_lod.errors import OptionError
+from maestro_lod.model.inputs import ModelInputs, drawn, on_device, tensors_in
 
-
-class Tokens(nn.Module):
-    """Scores for every token of a text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(x)))
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def images() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
-    model = nn.Sequential(
-        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, 7),
-        nn.BatchNorm1d(7, affine=False), nn.Linear(7, 3),
-    )  # fmt: skip
-    sizes = (8, 5, 3)  # odd ones too
-    return model, [(torch.randn(n, 2, 4, 4), torch.randint(3, (n,))) for n in sizes]
+class Arguments(nn.Module):
+    """Returns what it is called with."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
 
 
-def text() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
-    batches = []
-    for n in (6, 3, 1):  # with less samples than processes at the end
-        target = torch.randint(5, (n, 4))
-        target[0, 1:] = -100  # so that parts count differently
-        batches.append((torch.randn(n, 4, 6), target))
-    return Tokens(), batches
+A, B = torch.ones(2, 3), torch.arange(2)
+PACKED = pack_sequence([torch.randn(n, 4) for n in (3, 1)])
 
 
-def numbers() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), [
-        (torch.randn(n, 4), torch.randn(n, 1)) for n in (6, 5)
-    ]
+@pytest.mark.parametrize(
+    ("inputs", "args", "kwargs"),
+    [
+        (A, (A,), {}),
+        ((A, B), (A, B), {}),
+        ([A, B], (A, B), {}),
+        ({"x": A}, (), {"x": A}),
+        (UserDict({"x": A}), (), {"x": A}),
+        (PACKED, (PACKED,), {}),
+        ("text", ("text",), {}),
+        (ModelInputs((A,), {"b": B}), (A,), {"b": B}),
+    ],
+)
+def test_what_users_give_is_one_call(inputs: Any, args: Any, kwargs: Any) -> None:
+    found = ModelInputs.of(inputs).call(Arguments())
+    assert len(found[0]) == len(args) and all(a is b for a, b in zip(found[0], args, strict=True))
+    assert found[1].keys() == kwargs.keys() and all(found[1][key] is kwargs[key] for key in kwargs)
 
 
-def halves(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    return tuple(map(halves, value))
+@pytest.mark.parametrize("example", [[A], "text", 3, None])
+def test_an_example_is_a_tensor_a_tuple_or_a_mapping(example: Any) -> None:
+    with pytest.raises(OptionError, match=f"example is a {type(example).__name__}. Give a tensor"):
+        ModelInputs.of_example(example)
 
 
-CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "batch norm": (images, {}),
-    "two passes": (images, {"full_pass": True, "distill": True}),
-    "ignored targets": (text, {"loss": CrossEntropy()}),
-    "sums": (text, {"loss": CrossEntropy(reduction="sum")}),
-    "own loss": (numbers, {"loss": F.mse_loss}),
-    "accumulated": (numbers, {"loss": F.mse_loss, "accumulate": 2}),
-}
+def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def more(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        )
+
+    return st.recursive(leaf, more, max_leaves=6)
 
 
-def fitted(case: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    build, given = CASES[case]
-    options = dict(given)
-    torch.manual_seed(4)
-    model, batches = build()
-    model = decompose(model.double())
-    several = dist.is_initialized()
-    running = DistributedDataParallel(model) if several else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    ways = {key: options.pop(key) for key in ("full_pass", "distill") if key in options}
-    method = LoD(running, optimizer, threshold=None, seed=1, **ways)
-    progress = fit(
-        running, halves(batches), optimizer=optimizer, method=method, epochs=3,
-        loss=options.get("loss"),
-        options=FitOptions(
-            clip_norm=1.0, accumulate=options.get("accumulate", 1), share_batches=several
-        ),
-    )  # fmt: skip
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    return state, dict(progress.history[-1].train)
+LEAVES = st.one_of(
+    st.builds(lambda n: torch.full((n, 2), float(n)), st.integers(1, 4)),
+    st.just("text"),
+    st.integers(0, 3),
+)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_parts_of_batches_give_the_step_of_the_whole_batch(pair, case):
-    state, scored = fitted(case)
-    for mine, my_score in pair(fitted, case):
-        assert my_score == pytest.approx(scored, rel=1e-9)
-        for key, value in state.items():
-            torch.testing.assert_close(mine[key], value, rtol=1e-10, atol=1e-12)
+@settings(max_examples=50, deadline=None)
+@given(nested(LEAVES))
+def test_each_tensor_is_changed_and_nothing_else(inputs: Any) -> None:
+    call = ModelInputs.of(inputs)
+    changed = call.map_tensors(lambda tensor: tensor + 1)
+    assert len(changed.tensors) == len(call.tensors)
+    for one, other in zip(call.tensors, changed.tensors, strict=True):
+        assert torch.equal(one + 1, other)
+    assert all(tensor.is_meta for tensor in call.on_meta().tensors)
+    assert all(tensor.is_meta for tensor in call.to(META).tensors)
+    assert len(call.to(META).tensors) == len(call.tensors)
+
+
+def test_of_packed_sequences_only_the_data_changes() -> None:
+    call = ModelInputs.of((PACKED, A))
+    changed = call.map_tensors(torch.neg).args[0]
+    assert isinstance(changed, PackedSequence) and call.is_packed
+    assert torch.equal(changed.data, -PACKED.data)
+    assert torch.equal(changed.batch_sizes, PACKED.batch_sizes)
+    assert isinstance(call.to(CPU).args[0], PackedSequence)
+    assert not ModelInputs.of(A).is_packed
+
+
+def test_a_mapping_that_is_no_dict_is_moved_too() -> None:
+    moved = on_device({"nested": UserDict({"x": A})}, META)
+    assert moved["nested"]["x"].is_meta
+
+
+def test_the_batch_size_is_the_leading_dimension_of_the_first_tensor() -> None:
+    assert ModelInputs.of(("text", A, torch.ones(5))).batch_size == 2
+    for inputs in ("text", torch.tensor(1.0)):
+        with pytest.raises(OptionError, match="no tensor with a batch dimension"):
+            _ = ModelInputs.of(inputs).batch_size
+
+
+def test_whole_numbers_without_values_cannot_be_drawn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    with pytest.raises(OptionError, match=r"int64 values on the meta device.*real example"):
+        drawn(B.to("meta"), CPU, generator)
+    again = torch.Generator().manual_seed(0)
+    assert torch.equal(drawn(A, CPU, generator), drawn(A, CPU, again))
+
+
+@pytest.mark.parametrize("wrapped", [lambda x: x, lambda x: (x,), lambda x: {"input": x}])
+def test_a_norm_that_sees_one_sample_is_explained(wrapped: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(OptionError, match=r"batch of one sample.*drop_last"):
+        ModelInputs.of(wrapped(torch.ones(1, 4))).call(nn.BatchNorm1d(4))
+    with pytest.raises(ValueError, match="expected 2D or 3D"):
+        ModelInputs.of(wrapped(torch.ones(4))).call(nn.BatchNorm1d(4))
+
+
+def test_tensors_are_found_in_any_nesting() -> None:
+    found = tensors_in({"a": [A, ("text", B)], "c": None})
+    assert len(found) == 2 and found[0] is A and found[1] is B

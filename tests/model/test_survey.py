@@ -17,7 +17,7 @@ import maestro_lod as lod
 from maestro_lod.deploy.export import opened
 from maestro_lod.layers import LowRank
 from maestro_lod.model.checkpoint import save_plain
-from maestro_lod.model.inputs import Call
+from maestro_lod.model.inputs import ModelInputs
 from maestro_lod.pretrained.compression import compress
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -229,7 +229,7 @@ def test_layers_whose_weights_are_read_through_containers_and_children_are_left_
     loaded = lod.load(tmp_path / "model.safetensors", into=expected)
     torch.testing.assert_close(loaded(x), low_rank, **CLOSE)
     lod.export(plain, tmp_path / "model.pt2", example=x)
-    (answer,) = opened(tmp_path / "model.pt2")(Call((x,), {}))
+    (answer,) = opened(tmp_path / "model.pt2")(ModelInputs((x,), {}))
     torch.testing.assert_close(answer, low_rank, **CLOSE)
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import maestro_lod as lod
+from maestro_lod import compress
 from maestro_lod.errors import DataError, LayerError, OptionError
 from maestro_lod.model.cost import count_params
 from maestro_lod.model.survey import Plan
-from maestro_lod.pretrained.compression import compress
 from maestro_lod.sizes.outputs import own_scores, scores_loss, values_loss
 from tests.support.kinds import Tied
 
@@ -43,17 +43,15 @@ def test_the_limit_is_kept_by_what_is_deployed():
     assert f"{done.params:,} of" in str(done)
 
 
-@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("correct", [True, False])
 @pytest.mark.parametrize("tied", [False, True], ids=["linear", "tied"])
-def test_what_is_said_is_in_the_file_and_in_what_is_loaded(sequential, tied, tmp_path):
+def test_what_is_said_is_in_the_file_and_in_what_is_loaded(correct, tied, tmp_path):
     teacher, data = trained()
     if tied:
         torch.manual_seed(0)
         teacher, data = Tied(), [torch.randint(40, (8, 12)) for _ in range(3)]
     model = copy.deepcopy(teacher)
-    done = compress(
-        model, data, max_params=0.9, sequential=sequential, tied="share" if tied else "keep"
-    )
+    done = compress(model, data, max_params=0.9, correct=correct, tied="share" if tied else "keep")
     file = tmp_path / "model.safetensors"
     lod.save(model, file)
     header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
@@ -66,10 +64,10 @@ def test_what_is_said_is_in_the_file_and_in_what_is_loaded(sequential, tied, tmp
     torch.testing.assert_close(loaded(data[0]), model(data[0]))
 
 
-def test_a_layer_that_is_not_cut_keeps_its_weights_unless_it_is_fitted():
+def test_a_layer_that_is_not_cut_keeps_its_weights_unless_it_is_corrected():
     teacher, data = trained()
     model = copy.deepcopy(teacher)
-    done = compress(model, data, max_params=0.9, sequential=False)
+    done = compress(model, data, max_params=0.9, correct=False)
     kept = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
     assert kept
     for name in kept:
@@ -90,26 +88,26 @@ def test_each_part_brings_the_model_closer_to_the_original():
     fresh = torch.randn(256, 24) * torch.logspace(0.5, -1, 24)
     found = {}
     for name, options in {
-        "fast": {"sequential": False},
+        "fast": {"correct": False},
         "corrected": {},
-        "healed": {"healing": 100},
+        "distilled": {"distill_steps": 100},
     }.items():
         model = copy.deepcopy(teacher)
         compress(model, data, max_params=0.4, **options)
         found[name] = distance(model, teacher, fresh)
     plain = lod.extract(lod.decompose(copy.deepcopy(teacher)), 0.25)
     assert count_params(plain) >= 0.4 * count_params(teacher)
-    assert found["healed"] < found["corrected"] < found["fast"] < distance(plain, teacher, fresh)
+    assert found["distilled"] < found["corrected"] < found["fast"] < distance(plain, teacher, fresh)
 
 
 def test_progress_tells_each_part_to_its_end():
     teacher, data = trained()
-    told: list[tuple[str, int, int]] = []
-    compress(teacher, data, max_params=0.5, healing=3, progress=lambda *part: told.append(part),
-             loss=own_scores, soft_loss=scores_loss)  # fmt: skip
-    ends = {what: (done, of) for what, done, of in told}
+    told: list[tuple[int, int, str]] = []
+    compress(teacher, data, max_params=0.5, distill_steps=3, loss=own_scores,
+             soft_loss=scores_loss, on_progress=lambda *part: told.append(part))  # fmt: skip
+    ends = {what: (done, of) for done, of, what in told}
     assert ends == {
-        "calibrating": (6, 6), "decomposing": (3, 3), "correcting": (3, 3), "healing": (3, 3)
+        "calibrating": (6, 6), "decomposing": (3, 3), "correcting": (3, 3), "distilling": (3, 3)
     }  # fmt: skip
 
 
@@ -132,17 +130,17 @@ def test_one_sample_is_enough_to_compress_by():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_half_and_is_healed(dtype):
+def test_half_precision_stays_half_and_is_distilled(dtype):
     teacher, data = trained()
     teacher, data = teacher.to(dtype), [x.to(dtype) for x in data]
     model = copy.deepcopy(teacher)
-    compress(model, data, max_params=0.4, healing=2)
+    compress(model, data, max_params=0.4, distill_steps=2)
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert distance(model, teacher, data[0]) < 0.5
 
 
-@pytest.mark.parametrize("sequential", [False, True])
-def test_weights_that_are_replaced_are_never_copied(sequential, monkeypatch):
+@pytest.mark.parametrize("correct", [False, True])
+def test_weights_that_are_replaced_are_never_copied(correct, monkeypatch):
     model, data = trained()
     copied, deepcopy = [], nn.Parameter.__deepcopy__
 
@@ -151,8 +149,8 @@ def test_weights_that_are_replaced_are_never_copied(sequential, monkeypatch):
         return deepcopy(parameter, memo)
 
     monkeypatch.setattr(nn.Parameter, "__deepcopy__", noted)
-    compress(model, data, max_params=0.5, sequential=sequential)
-    assert [p.ndim for p in copied] == ([1, 1, 1] if sequential else [])  # biases
+    compress(model, data, max_params=0.5, correct=correct)
+    assert [p.ndim for p in copied] == ([1, 1, 1] if correct else [])  # biases
 
 
 @pytest.mark.parametrize("count", [3, 30])
@@ -161,7 +159,7 @@ def test_the_number_of_plans_does_not_grow_with_the_layers(count, monkeypatch):
     monkeypatch.setattr(Plan, "__init__", lambda *a, **k: (made.append(a), plan(*a, **k))[1])
     compress(nn.Sequential(*[nn.Linear(8, 8) for _ in range(count)]), [torch.randn(9, 8)],
              max_params=0.7)  # fmt: skip
-    assert len(made) == 2  # one to calibrate, one to cut
+    assert len(made) == 1
 
 
 class Killed(BaseException):
@@ -169,52 +167,88 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    "killed_in", ["calibrating", "decomposing", "correcting", "healing", "healed"]
+    "killed_in", ["calibrating", "decomposing", "correcting", "distilling", "distilled"]
 )
 def test_a_killed_compression_ends_as_if_it_had_not_been(killed_in, tmp_path):
     original, data = trained()
     whole = copy.deepcopy(original)
-    options = {"max_params": 0.5, "healing": 4}
+    options = {"max_params": 0.5, "distill_steps": 4}
     expected = compress(whole, data, **options)
 
-    def kill(what: str, done: int, of: int) -> None:
+    def kill(done: int, of: int, what: str) -> None:
         if what == killed_in and done == max(1, of - 1):
             raise Killed
 
     interrupted, kept = copy.deepcopy(original), tmp_path / "kept"
-    if killed_in == "healed":
-        compress(interrupted, data, keep=kept, **options)
+    if killed_in == "distilled":
+        compress(interrupted, data, resume=kept, **options)
     else:
         with pytest.raises(Killed):
-            compress(interrupted, data, keep=kept, progress=kill, **options)
+            compress(interrupted, data, resume=kept, on_progress=kill, **options)
     told: set[str] = set()
     model = copy.deepcopy(original)
-    found = compress(model, data, keep=kept, progress=lambda what, *_: told.add(what), **options)
+    found = compress(
+        model, data, resume=kept, on_progress=lambda done, total, note: told.add(note), **options
+    )
     assert found == expected
     torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
-    parts = ["calibrating", "decomposing", "correcting", "healing", "healed"]
-    again = {"calibrating", "correcting", "healing"} & set(parts[parts.index(killed_in) :])
+    parts = ["calibrating", "decomposing", "correcting", "distilling", "distilled"]
+    again = {"calibrating", "correcting", "distilling"} & set(parts[parts.index(killed_in) :])
     assert told == {"decomposing", *again}  # layers are exchanged anew, by factors that were kept
     with pytest.raises(OptionError, match="unfinished work of another call"):
-        compress(copy.deepcopy(original), data, max_params=0.4, keep=kept)
+        compress(copy.deepcopy(original), data, max_params=0.4, resume=kept)
 
 
-@pytest.mark.parametrize("stage", ["calibrating", "decomposing", "correcting", "healing"])
+OTHERS = {
+    "max_params": lambda model, data: (model, data, {"max_params": 0.4}),
+    "correct": lambda model, data: (model, data, {"correct": False}),
+    "distill_steps": lambda model, data: (model, data, {"distill_steps": 3}),
+    "tied": lambda model, data: (model, data, {"tied": "share"}),
+    "loss": lambda model, data: (model, data, {"loss": own_scores}),
+    "soft_loss": lambda model, data: (model, data, {"soft_loss": scores_loss}),
+    "data": lambda model, data: (model, [*data[:-1], data[-1] + 1], {}),
+    "data in another order": lambda model, data: (model, data[::-1], {}),
+    "model": lambda model, data: (nn.Sequential(*model[:-1], nn.Linear(48, 10)), data, {}),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_unfinished_work_of_another_call_is_refused(what, tmp_path, snapshot):
+    model, data = trained()
+
+    def kill(done: int, total: int, note: str) -> None:
+        if note == "correcting":
+            raise Killed
+
+    with pytest.raises(Killed):
+        compress(copy.deepcopy(model), data, max_params=0.5, resume=tmp_path, on_progress=kill)
+    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    model, data, options = OTHERS[what](model, data)
+    before = snapshot(model)
+    says = f"unfinished work of another call: {what.partition(' ')[0]} is .* there and .* here"
+    with pytest.raises(OptionError, match=says) as refused:
+        compress(model, data, **{"max_params": 0.5, **options}, resume=tmp_path)
+    assert "\n" not in str(refused.value)
+    before.assert_unchanged(model)
+    assert files == {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("stage", ["calibrating", "decomposing", "correcting", "distilling"])
 def test_a_failure_in_any_stage_leaves_the_model_as_it_was(stage, snapshot):
     model = nn.Sequential(nn.Linear(24, 16), nn.BatchNorm1d(16), nn.Linear(16, 24),
                           nn.TransformerEncoderLayer(24, 2, 24, dropout=0.0))  # fmt: skip
     before, bias = snapshot(model), model[0].bias
 
-    def fail(what: str, done: int, of: int) -> None:
+    def fail(done: int, of: int, what: str) -> None:
         if what == stage and done == of:
             raise Killed
 
     data = [torch.randn(64, 24) for _ in range(3)]
     with pytest.raises(Killed):
-        compress(model, data, max_params=0.5, healing=2, progress=fail)
+        compress(model, data, max_params=0.5, distill_steps=2, on_progress=fail)
     before.assert_unchanged(model)
     assert model.training
-    compress(model, data, max_params=0.5, healing=2)
+    compress(model, data, max_params=0.5, distill_steps=2)
     assert model[0].bias is bias
     assert "3.self_attn.q" in lod.ranks(model)
 
@@ -242,6 +276,6 @@ def test_nonsense_is_refused_before_anything_changes(snapshot):
         compress(model, [], max_params=0.5)
     with pytest.raises(OptionError, match="max_params"):
         compress(model, data, max_params=-1)
-    with pytest.raises(OptionError, match="healing"):
-        compress(model, data, max_params=0.5, healing=-1)
+    with pytest.raises(OptionError, match="distilling"):
+        compress(model, data, max_params=0.5, distill_steps=-1)
     before.assert_unchanged(model)

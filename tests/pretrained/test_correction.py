@@ -69,7 +69,7 @@ def test_a_corrected_model_is_closer_to_the_original_on_other_data(pair):
     model = lod.decompose(copy.deepcopy(teacher), ranks=0.4, calibration=found)
     before, ranks = error(model, teacher, fresh), lod.ranks(model)
     told: list[tuple[int, int]] = []
-    count = correct(model, teacher, list(x.split(64)), progress=lambda *done: told.append(done))
+    count = correct(model, teacher, list(x.split(64)), on_progress=lambda *done: told.append(done))
     assert error(model, teacher, fresh) < 0.95 * before
     assert lod.ranks(model) == ranks
     few = "7" in ranks and ranks["7"] == 4  # 256 positions for 256 inputs: nothing can be fitted

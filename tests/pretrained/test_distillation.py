@@ -1,4 +1,4 @@
-"""Healing brings a cut model back to its teacher, with or without the sizes below it."""
+"""Distillation brings a cut model back to its teacher, with or without the sizes below it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import maestro_lod as lod
-from maestro_lod.errors import CheckpointError, DataError, LayerError, MaestroError, OptionError
-from maestro_lod.pretrained.distillation import heal
+from maestro_lod import distill
+from maestro_lod.errors import DataError, LayerError, MaestroError, OptionError
 from maestro_lod.sizes.outputs import (
     own_outputs,
     scores_loss,
@@ -38,36 +38,36 @@ def error(model: nn.Module, teacher: nn.Module, x: Tensor, rank: int) -> float:
 
 
 @pytest.mark.parametrize("sizes", ["only", "below", [{"0": 6}, {"0": 3, "3": 3}]])
-def test_a_healed_model_is_closer_to_its_teacher(sizes, snapshot):
+def test_a_distilled_model_is_closer_to_its_teacher(sizes, snapshot):
     teacher, data, fresh = teacher_and_data()
     model, before = cut(teacher, data), snapshot(teacher)
     first = error(model, teacher, fresh, 6)
-    losses = heal(model, data, teacher=teacher, steps=150, lr=5e-3, sizes=sizes)
+    losses = distill(model, teacher, data, steps=150, lr=5e-3, sizes=sizes)
     assert error(model, teacher, fresh, 6) < 0.8 * first
     assert len(losses) == 150
     assert lod.ranks(model) == {"0": 6, "3": 6}
     before.assert_unchanged(teacher)
 
 
-def test_sizes_below_stay_good_only_if_they_are_healed_along():
+def test_sizes_below_stay_good_only_if_they_are_trained_along():
     teacher, data, fresh = teacher_and_data()
     small = {}
     for sizes in ("only", "below"):
         model = cut(teacher, data, 10)
         before = error(model, teacher, fresh, 3)
-        heal(model, data, teacher=teacher, steps=200, lr=1e-2, sizes=sizes)
+        distill(model, teacher, data, steps=200, lr=1e-2, sizes=sizes)
         small[sizes] = error(model, teacher, fresh, 3) / before
     assert small["below"] < small["only"]
     assert small["below"] < 1.05
 
 
-def test_scores_are_healed_by_their_probabilities():
+def test_scores_are_distilled_by_their_probabilities():
     teacher, data, fresh = teacher_and_data()
     model = cut(teacher, data, 3)
     with torch.no_grad():
         before = scores_loss(model(fresh), teacher(fresh))
         least = scores_loss(teacher(fresh), teacher(fresh))
-    heal(model, data, teacher=teacher, steps=150, lr=5e-3, sizes="only", soft_loss=scores_loss)
+    distill(model, teacher, data, steps=150, lr=5e-3, sizes="only", soft_loss=scores_loss)
     with torch.no_grad():
         after = scores_loss(model(fresh), teacher(fresh))
     assert after - least < 0.8 * (before - least)
@@ -91,26 +91,69 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("sizes", ["only", "below", [{"0": 6}, {"0": 3, "3": 3}]])
-def test_a_killed_healing_ends_as_if_it_had_not_been(sizes, tmp_path):
+def test_a_killed_distillation_ends_as_if_it_had_not_been(sizes, tmp_path):
     teacher, data, fresh = teacher_and_data()
-    whole, kept = cut(teacher, data), tmp_path / "healing.safetensors"
-    expected = heal(whole, data, teacher=teacher, steps=60, sizes=sizes)
+    whole, kept = cut(teacher, data), tmp_path / "unfinished"
+    expected = distill(whole, teacher, data, steps=60, sizes=sizes)
 
-    def kill(step: int, loss: float) -> None:
+    def kill(step: int, steps: int, note: str) -> None:
         if step == 57:
             raise Killed
 
     with pytest.raises(Killed):
-        heal(cut(teacher, data), data, teacher=teacher, steps=60, sizes=sizes, checkpoint=kept,
-             progress=kill)  # fmt: skip
+        distill(cut(teacher, data), teacher, data, steps=60, sizes=sizes, resume=kept,
+             on_progress=kill)  # fmt: skip
     model, steps = cut(teacher, data), list[int]()
-    losses = heal(model, data, teacher=teacher, steps=60, sizes=sizes, checkpoint=kept,
-                  progress=lambda step, _: steps.append(step))  # fmt: skip
+    losses = distill(model, teacher, data, steps=60, sizes=sizes, resume=kept,
+                  on_progress=lambda step, *_: steps.append(step))  # fmt: skip
     assert steps == list(range(51, 61))
     assert losses == expected
     torch.testing.assert_close(model(fresh), whole(fresh), rtol=0, atol=0)
-    with pytest.raises(CheckpointError, match="another healing"):
-        heal(cut(teacher, data, 7), data, teacher=teacher, steps=60, sizes=sizes, checkpoint=kept)
+    with pytest.raises(OptionError, match="unfinished work of another call: student is"):
+        distill(cut(teacher, data, 7), teacher, data, steps=60, sizes=sizes, resume=kept)
+
+
+OTHERS = {
+    "data": {"data": lambda data: [x + 1 for x in data]},
+    "order": {"data": lambda data: data[::-1]},
+    "steps": {"steps": 61},
+    "lr": {"lr": 1e-3},
+    "sizes": {"sizes": "only"},
+    "seed": {"seed": 1},
+    "soft_loss": {"soft_loss": scores_loss},
+    "teacher": {"teacher": lambda teacher: copy.deepcopy(teacher).requires_grad_(False).double()},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_unfinished_work_of_another_call_is_refused(what, tmp_path, snapshot):
+    teacher, data, _ = teacher_and_data()
+
+    def kill(step: int, steps: int, note: str) -> None:
+        if step == 57:
+            raise Killed
+
+    with pytest.raises(Killed):
+        distill(cut(teacher, data), teacher, data, steps=60, resume=tmp_path, on_progress=kill)
+    options = {"steps": 60, "teacher": teacher, "data": data}
+    for key, value in OTHERS[what].items():
+        changed = key in ("data", "teacher")
+        options[key] = value(options[key]) if changed else value  # type: ignore[operator]
+    model = cut(teacher, data)
+    before = snapshot(model)
+    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(OptionError, match=f"{what} is|of other data.*order") as refused:
+        distill(model, resume=tmp_path, **options)
+    assert "\n" not in str(refused.value)
+    before.assert_unchanged(model)
+    assert files == {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+
+def test_a_refused_call_leaves_no_directory(tmp_path):
+    teacher, data, _ = teacher_and_data()
+    with pytest.raises(OptionError, match="steps=0"):
+        distill(cut(teacher, data), teacher, data, steps=0, resume=tmp_path / "unfinished")
+    assert not (tmp_path / "unfinished").exists()
 
 
 def test_hidden_states_are_compared_if_asked_to():
@@ -118,21 +161,21 @@ def test_hidden_states_are_compared_if_asked_to():
     distances = []
     for hidden in ((), ("2",)):
         model = cut(teacher, data, 4)
-        heal(model, data, teacher=teacher, steps=150, lr=5e-3, sizes="only", hidden=hidden)
+        distill(model, teacher, data, steps=150, lr=5e-3, sizes="only", hidden=hidden)
         with torch.no_grad():
             distances.append(float(values_loss(model.eval()[:3](fresh), teacher[:3](fresh))))
     assert distances[1] < 0.9 * distances[0]
     with pytest.raises(LayerError, match="hidden='9'"):
-        heal(model, data, teacher=teacher, steps=1, hidden=["9"])
+        distill(model, teacher, data, steps=1, hidden=["9"])
 
 
-def test_norms_have_the_statistics_of_the_healed_model():
+def test_norms_have_the_statistics_of_the_distilled_model():
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     data = [torch.randn(32, 20) + 1 for _ in range(4)]
     teacher(torch.cat(data))
     model = cut(teacher.eval(), data, 4)
-    heal(model, data, teacher=teacher, steps=20, sizes="only")
+    distill(model, teacher, data, steps=20, sizes="only")
     assert not any(module.training for module in model.modules())
     seen = torch.stack([model[0](x).mean(0) for x in data]).mean(0)
     torch.testing.assert_close(model[1].running_mean, seen)
@@ -140,14 +183,14 @@ def test_norms_have_the_statistics_of_the_healed_model():
 
 def test_progress_and_seed():
     teacher, data, _ = teacher_and_data()
-    told: list[tuple[int, float]] = []
+    told: list[tuple[int, int, str]] = []
     runs = [
-        heal(cut(teacher, data), iter(data[:2]), teacher=teacher, steps=5,
-             progress=lambda *step: told.append(step))
+        distill(cut(teacher, data), teacher, iter(data[:2]), steps=5,
+             on_progress=lambda *step: told.append(step))
         for _ in range(2)
     ]  # fmt: skip
     assert runs[0] == runs[1]
-    assert [step for step, _ in told] == [1, 2, 3, 4, 5] * 2
+    assert [step for step, *_ in told] == [1, 2, 3, 4, 5] * 2
 
 
 @pytest.mark.parametrize(
@@ -163,16 +206,16 @@ def test_progress_and_seed():
 def test_options_that_make_no_sense_are_refused(options, says):
     teacher, data, _ = teacher_and_data()
     with pytest.raises(MaestroError, match=says):
-        heal(cut(teacher, data), data, teacher=teacher, **options)
+        distill(cut(teacher, data), teacher, data, **options)
 
 
 def test_no_data_and_no_teacher_are_refused():
     teacher, data, _ = teacher_and_data()
     model = cut(teacher, data)
-    with pytest.raises(DataError, match="nothing to heal on"):
-        heal(model, [], teacher=teacher)
-    with pytest.raises(OptionError, match="the model itself"):
-        heal(model, data, teacher=model)
+    with pytest.raises(DataError, match="nothing to distill on"):
+        distill(model, teacher, [])
+    with pytest.raises(OptionError, match="the student itself"):
+        distill(model, model, data)
 
 
 class Recurrent(nn.Module):
@@ -185,10 +228,10 @@ class Recurrent(nn.Module):
         return scores
 
 
-def test_packed_sequences_heal() -> None:
+def test_packed_sequences_are_distilled() -> None:
     torch.manual_seed(0)
     teacher = Recurrent()
     data = [pack_sequence([torch.randn(n, 5) for n in (7, 4, 2)]) for _ in range(8)]
     model = lod.decompose(copy.deepcopy(teacher), ranks=0.5, calibration=data)
-    losses = heal(model, data, teacher=teacher, steps=160, lr=2e-2, sizes="only")
+    losses = distill(model, teacher, data, steps=160, lr=2e-2, sizes="only")
     assert sum(losses[-8:]) < 0.5 * sum(losses[:8])

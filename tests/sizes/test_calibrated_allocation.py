@@ -103,7 +103,7 @@ def test_a_loss_decides_between_allocations():
         with lod.at_ranks(model, ranks), torch.no_grad():
             return float(loss(model))
 
-    told = choose_ranks(model, found, max_params=0.5, loss=loss)
+    told = choose_ranks(model, found, max_params=0.5, objective=loss)
     assert measured(told) <= measured(choose_ranks(model, found, max_params=0.5))
     assert Costs(model, None).at(told).params <= 0.5 * Costs(model, None).dense.params
 

@@ -14,7 +14,6 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import maestro_lod as lod
 from maestro_lod.errors import DataError, LayerError, OptionError
-from maestro_lod.files.stage_cache import Kept
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.sizes import calibration
 from maestro_lod.sizes.calibration import calibrate
@@ -184,7 +183,7 @@ def test_energies_estimate_what_the_loss_changes_by():
     ("memory", "killed_after"), [(2**31, 1), (2**31, 3), (1, 3), (1, 4), (1, 5)]
 )
 def test_a_killed_calibration_goes_on_batch_by_batch(memory, killed_after, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration, "_KEPT_EVERY", 0.0)
+    monkeypatch.setattr(calibration, "_SAVED_EVERY", 0.0)
     monkeypatch.setattr(calibration, "_LEAST_WORK", 0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8))
@@ -194,16 +193,18 @@ def test_a_killed_calibration_goes_on_batch_by_batch(memory, killed_after, tmp_p
     count = len(calls)
     assert count == len(data) * (1 if memory > 1 else 2)  # a pass for each layer
 
-    def killed_loss(output: Tensor, target: object) -> Tensor:
-        if len(calls) > killed_after:
+    def loss(output: Tensor, target: object) -> Tensor:
+        if len(calls) > most:
             raise KeyboardInterrupt
         return own_scores(output)
 
     calls.clear()
+    most = killed_after
     with pytest.raises(KeyboardInterrupt):
-        calibrate(model, data, loss=killed_loss, memory=memory, kept=Kept(tmp_path, {}))
+        calibrate(model, data, loss=loss, memory=memory, resume=tmp_path)
     calls.clear()
-    found = calibrate(model, data, loss=own_scores, memory=memory, kept=Kept(tmp_path, {}))
+    most = count
+    found = calibrate(model, data, loss=loss, memory=memory, resume=tmp_path)
     assert len(calls) == count - killed_after
     for name, moments in expected.moments.items():
         assert vars(found.moments[name]).keys() == vars(moments).keys()
@@ -212,6 +213,13 @@ def test_a_killed_calibration_goes_on_batch_by_batch(memory, killed_after, tmp_p
                 torch.as_tensor(vars(found.moments[name])[what]), torch.as_tensor(value)
             )
     assert {file.name for file in tmp_path.iterdir()} == {"of.json", "calibration.safetensors"}
+    for what, other in {
+        "data": ([x + 1 for x in data], {"loss": loss}),
+        "loss": (data, {"loss": own_scores}),
+        "layers": (data, {"loss": loss, "skip": ["2"]}),
+    }.items():
+        with pytest.raises(OptionError, match=f"another call: {what} is"):
+            calibrate(model, other[0], memory=memory, resume=tmp_path, **other[1])
 
 
 def test_outputs_alone_can_say_how_much_layers_count():

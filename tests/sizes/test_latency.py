@@ -17,8 +17,14 @@ from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.errors import CheckpointError, LayerError, OptionError
 from maestro_lod.layers import LowRank, LowRankEmbedding, Recurrent
 from maestro_lod.sizes import latency as module
-from maestro_lod.sizes.latency import latency, round_ranks
-from maestro_lod.sizes.measured import MOST_NOISE, Latency, LayerLatency, RankTiming
+from maestro_lod.sizes.latency import (
+    MOST_NOISE,
+    Latency,
+    LayerLatency,
+    RankTiming,
+    latency,
+    round_ranks,
+)
 
 # -- what follows from measurements, on made-up ones -------------------------------------------
 

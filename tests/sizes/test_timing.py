@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from maestro_lod.deploy.export import export
-from maestro_lod.model.inputs import Call, as_call, device_of
-from maestro_lod.sizes.timing import batch_of, drawn_call, interleaved
+from maestro_lod.model.inputs import ModelInputs, device_of
+from maestro_lod.sizes.timing import interleaved
 
 CPU = torch.device("cpu")
 
@@ -18,29 +18,31 @@ CPU = torch.device("cpu")
 def test_floats_are_drawn_and_whole_numbers_are_kept() -> None:
     nan = torch.full((2, 3), float("nan"))
     ids, mask = torch.tensor([[1, 2], [3, 4]]), torch.tensor([True, False])
-    call = drawn_call(Call((nan, 7), {"ids": ids, "mask": mask}), CPU)
+    call = ModelInputs((nan, 7), {"ids": ids, "mask": mask}).drawn(CPU)
     assert torch.isfinite(call.args[0]).all()
     assert call.args[0].unique().numel() == 6
     assert call.args[1] == 7
     assert torch.equal(call.kwargs["ids"], ids)
     assert torch.equal(call.kwargs["mask"], mask)
-    again = drawn_call(Call((nan, 7), {"ids": ids, "mask": mask}), CPU)
+    again = ModelInputs((nan, 7), {"ids": ids, "mask": mask}).drawn(CPU)
     assert torch.equal(again.args[0], call.args[0])
 
 
 def test_only_what_has_the_batch_changes_with_it() -> None:
-    given = Call((torch.empty(2, 3), torch.empty(3), torch.tensor([[5], [6]]), torch.tensor(1)), {})
-    larger = drawn_call(given, CPU, batch=5)
+    given = ModelInputs(
+        (torch.empty(2, 3), torch.empty(3), torch.tensor([[5], [6]]), torch.tensor(1)), {}
+    )
+    larger = given.drawn(CPU, batch=5)
     assert [tuple(t.shape) for t in larger.args] == [(5, 3), (3,), (5, 1), ()]
     assert larger.args[2].flatten().tolist() == [5, 6, 5, 6, 5]
-    smaller = drawn_call(given, CPU, batch=1)
+    smaller = given.drawn(CPU, batch=1)
     assert smaller.args[2].tolist() == [[5]]
-    assert batch_of(given) == 2
+    assert given.batch_size == 2
 
 
 def test_the_layout_in_memory_is_kept() -> None:
     x = torch.empty(2, 3, 4, 4, device="meta").to(memory_format=torch.channels_last)
-    assert drawn_call(as_call(x), CPU).args[0].stride() == x.stride()
+    assert ModelInputs.of(x).drawn(CPU).args[0].stride() == x.stride()
 
 
 def test_a_model_without_parameters_is_tried_too(tmp_path: Path) -> None:

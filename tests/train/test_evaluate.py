@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from maestro_lod import LoD, at_ranks, decompose, fit
 from maestro_lod.errors import OptionError
-from maestro_lod.model.inputs import call, in_mode, on_device
+from maestro_lod.model.inputs import ModelInputs, in_mode, on_device
 from maestro_lod.train.evaluate import IGNORED, CrossEntropy, Score, evaluate, hits_of, recalibrate
 from maestro_lod.train.evaluate import first_samples
 
@@ -301,8 +301,8 @@ def test_packed_sequences_are_one_input() -> None:
 def test_a_model_is_called_with_a_tensor_arguments_or_keywords() -> None:
     a, b = torch.ones(2), torch.ones(2)
     for inputs in ((a, b), [a, b], {"b": b, "a": a}):
-        assert call(Parts(), inputs)["sum"].tolist() == [2, 2]
-    assert call(nn.Identity(), a) is a
+        assert ModelInputs.of(inputs).call(Parts())["sum"].tolist() == [2, 2]
+    assert ModelInputs.of(a).call(nn.Identity()) is a
 
 
 # -- recalibration -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from maestro_lod.baselines.stages import Staged, epochs_of, exchange
 from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import Cost, count_params
-from maestro_lod.model.inputs import as_call
+from maestro_lod.model.inputs import ModelInputs
 from maestro_lod.model.macs import dense_macs
 from maestro_lod.train.method import setting
 from maestro_lod.train.size_settings import SizedSettings
@@ -94,7 +94,7 @@ def prune(model: nn.Module, example: Any, limit: int) -> nn.Module:
 
     What the last layer gives stays as it is.
     """
-    call = as_call(example)
+    call = ModelInputs.of_example(example)
     if call.kwargs:
         raise OptionError("torch-pruning takes models whose inputs are not named.")
     try:

@@ -9,14 +9,15 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from maestro_lod.cli.trained import Progress, Trained, frontier_of
+from maestro_lod.cli.trained import Trained, frontier_of
 from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import Cost, cost_of
 from maestro_lod.model.frontier import Frontier
-from maestro_lod.model.inputs import as_call, device_of
+from maestro_lod.model.inputs import ModelInputs, device_of
 from maestro_lod.model.surgery import extract
+from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.choice import Choice
-from maestro_lod.sizes.timing import ROUNDS, drawn_call, eager, interleaved, ratios
+from maestro_lod.sizes.timing import ROUNDS, eager, interleaved, ratios
 from maestro_lod.text import table
 
 
@@ -26,19 +27,19 @@ def bench(
     shares: Sequence[float] = (0.5, 0.25, 0.1),
     batch: int = 1,
     beside: Trained | None = None,
-    progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> str:
     """Return a table of dense, trained and deployed sizes: cost, latency and test metrics.
 
     `beside` is another run of the same task, such as one that was trained dense.
     """
-    found, example = frontier_of(trained, progress), trained.example(batch)
+    found, example = frontier_of(trained, on_progress), trained.example(batch)
     models = _models_to_bench(trained, found, shares)
     if beside is not None:
         _require_same_data(trained, beside)
         models = {f"run {beside.run.directory.name}": beside.dense(), **models}
     tests = {name: trained.tested(model) for name, model in models.items()}
-    runs = drawn_call(as_call(example), device_of(trained.model))
+    runs = ModelInputs.of_example(example).drawn(device_of(trained.model))
     variants = {name: eager(model, runs) for name, model in models.items()}
     times = interleaved(variants, rounds=ROUNDS)
     costs = {name: cost_of(model, trained.data.example) for name, model in models.items()}

@@ -69,9 +69,9 @@ COMMANDS = {
         "cli.commands.compressing",
         "Cut a pretrained model to a limit, by data and without training.",
     ),
-    "heal": (
+    "distill": (
         "cli.commands.compressing",
-        "Train a compressed transformers model for some steps to say what the original says.",
+        "Train a compressed transformers model to reproduce the outputs of the original.",
     ),
     "verify": (
         "cli.commands.results",
@@ -79,6 +79,16 @@ COMMANDS = {
     ),
 }
 """The module of each command and what the command does: help imports none of them."""
+
+
+_RENAMED = {
+    "heal": "distill",
+    "deploy --fast": "--prefer-speed",
+    "deploy --heal": "--finetune-epochs",
+    "compress --fast": "--no-correction",
+    "compress --heal": "--distill-steps",
+}
+"""Commands and options of before, and what they are called now."""
 
 
 class _Commands(TyperGroup):
@@ -94,6 +104,9 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, *rest = args
+        for old in (name, *(f"{name} {option.partition('=')[0]}" for option in rest)):
+            if old in _RENAMED:
+                ctx.fail(f"{old.removeprefix(f'{name} ')!r} is called {_RENAMED[old]!r} now.")
         if name not in COMMANDS:
             ctx.fail(f"No such command {name!r}.{nearest(name, COMMANDS)}")
         return name, _loaded(name), rest

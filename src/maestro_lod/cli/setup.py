@@ -22,10 +22,9 @@ from maestro_lod.cli.user_code import (
     unknown_name,
     with_article,
 )
-from maestro_lod.deploy.verification import tensors_in
 from maestro_lod.errors import OptionError, listed
 from maestro_lod.model.cost import Cost, cost_of
-from maestro_lod.model.inputs import Loss, call, device_of, in_mode, on_device
+from maestro_lod.model.inputs import Loss, ModelInputs, device_of, in_mode
 from maestro_lod.train.evaluate import CrossEntropy
 from maestro_lod.train.method import Method, Schedule
 from maestro_lod.train.schedule import cosine, linear, milestones, vaswani
@@ -147,12 +146,13 @@ def _dense_cost(recipe: Recipe, data: Data) -> Cost:
 
 def _rehearse(recipe: Recipe, model: nn.Module, data: Data) -> None:
     """Run the model on one sample: what does not fit is found before anything is written."""
+    inputs = ModelInputs.of(data.example)
     try:
         with torch.no_grad(), in_mode(model, training=False):
-            output = call(model, on_device(data.example, device_of(model)))
+            output = inputs.to(device_of(model)).call(model)
     except Exception as error:
         what = f"model {recipe.model.name!r} cannot run on data {recipe.data.name!r}"
-        shapes = ["×".join(map(str, t.shape)) for t in tensors_in(data.example)]
+        shapes = ["×".join(map(str, t.shape)) for t in inputs.tensors]
         raise failure(f"{what} (input {listed(shapes)})", error, bool(own_names(recipe))) from error
     scores = output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else data.classes
     if recipe.loss.name == "cross_entropy" and scores < data.classes:

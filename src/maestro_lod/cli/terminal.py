@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from maestro_lod.progress import Telling, progress_shown
+from maestro_lod.progress import OnProgress, Telling, progress_shown
 
 
 def say(text: str) -> None:
@@ -22,23 +22,19 @@ def complain(error: object, code: int) -> int:
 
 
 @contextmanager
-def search_bar(quiet: bool) -> Iterator[Callable[[int, float], None]]:
+def search_bar(quiet: bool) -> Iterator[OnProgress]:
     """Show how far a search of sizes has come: from all of the cost down to nothing."""
     console = Console()
     with progress_shown(not quiet):
         if quiet or not console.is_terminal:
             tell = Telling("searching sizes")
-            yield lambda count, share: tell(lambda: _found(count, share))
+            yield lambda done, total, note: tell(lambda: note)
             return
         columns = TextColumn("searching sizes"), BarColumn(), TextColumn("{task.fields[state]}")
         with Progress(*columns, console=console, transient=True) as bars:
-            task = bars.add_task("", total=1.0, state="")
+            task = bars.add_task("", total=100, state="")
 
-            def show(count: int, share: float) -> None:
-                bars.update(task, completed=1.0 - share, state=_found(count, share))
+            def show(done: int, total: int, note: str) -> None:
+                bars.update(task, completed=done, total=total, state=note)
 
             yield show
-
-
-def _found(count: int, share: float) -> str:
-    return f"{count} size{'s' * (count > 1)}, down to {share:.2f}×"

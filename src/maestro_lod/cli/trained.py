@@ -1,11 +1,12 @@
-"""What `lod frontier` and `lod deploy` do with a finished run."""
+"""Finished runs: search their sizes and deploy them, as `lod frontier` and `lod deploy` do."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,15 +34,16 @@ from maestro_lod.model.cost import cost_of
 from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import (
     Loss,
-    call,
+    ModelInputs,
     device_of,
     in_mode,
+    map_tensors,
     on_device,
     samples_in,
-    with_tensors,
 )
 from maestro_lod.model.limits import require_limits
 from maestro_lod.model.surgery import decompose
+from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.frontier_search import frontier
 from maestro_lod.sizes.latency import all_dense, latency
 from maestro_lod.train.evaluate import (
@@ -56,12 +58,10 @@ from maestro_lod.train.evaluate import (
 from maestro_lod.train.finetune import finetune
 from maestro_lod.train.fit import FitOptions
 
-Progress = Callable[[int, float], None]
-
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run, loaded: its model, low-rank in any case, and its data."""
+    """The model of a finished run, always low-rank, and its data."""
 
     run: Run
     model: nn.Module
@@ -82,8 +82,8 @@ class Trained:
         return all_dense(self.model)
 
     def example(self, batch: int) -> Any:
-        """Return inputs of so many samples, copies of the data's example."""
-        return with_tensors(
+        """Return inputs with `batch` samples, copies of the data's example."""
+        return map_tensors(
             self.data.example, lambda value: value.repeat(batch, *[1] * (value.ndim - 1))
         )
 
@@ -100,7 +100,7 @@ class Trained:
 
     @property
     def loss(self) -> Loss:
-        """What sizes are judged by, as the run itself was: its own loss, or plain cross-entropy."""
+        """The loss that evaluates sizes: the run's own, or plain cross-entropy."""
         return to_evaluate(loss_of(self.run.recipe))
 
 
@@ -132,17 +132,17 @@ def find_frontier(
     *,
     method: str = "look-ahead",
     cost: str = "macs",
-    progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Frontier:
     """Search the sizes of a run's model; write them to frontier.json, its file and its report.
 
-    A search that was stopped goes on where it was.
+    A search that was stopped is resumed.
     """
     data, run = trained.data, trained.run
-    journal = run.directory / f"frontier-{method}{'' if cost == 'macs' else f'-{cost}'}.jsonl"
+    resume = run.directory / f"frontier-{method}{'' if cost == 'macs' else f'-{cost}'}.unfinished"
     with alone_in(run.directory):
         remove_leftovers(run.directory)
-        found = search(trained, method=method, cost=cost, progress=progress, resume=journal)
+        found = search(trained, method=method, cost=cost, on_progress=on_progress, resume=resume)
         measured = latency(trained.model, data.example)
         found = found.with_latency(measured.predict, measured.dense)
         held_out = "training" if data.validation is None else "validation"
@@ -153,16 +153,16 @@ def find_frontier(
         run.write_json("frontier.json", {**json.loads(found.to_json()), **of_model})
         if trained.plain is None:  # one file, every size, and how to choose among them
             save(trained.model, run.model_file, frontier=found)
-        journal.unlink(missing_ok=True)
+        shutil.rmtree(resume, ignore_errors=True)
         write_report([run.directory], run.directory / "report.html")
     return found
 
 
-def frontier_of(trained: Trained, progress: Progress | None = None) -> Frontier:
+def frontier_of(trained: Trained, on_progress: OnProgress | None = None) -> Frontier:
     """Return the frontier that a run has, or search it."""
     path = trained.run.directory / "frontier.json"
     if not path.exists():
-        return find_frontier(trained, progress=progress)
+        return find_frontier(trained, on_progress=on_progress)
     found = Frontier.load(path)
     require_same_weights(read_json_file(path), trained.model, path)
     return found
@@ -171,7 +171,7 @@ def frontier_of(trained: Trained, progress: Progress | None = None) -> Frontier:
 def _accuracy(model: nn.Module, batches: Any) -> float:
     device, correct, count = device_of(model), 0, 0
     for inputs, target in batches:
-        hits = hits_of(call(model, on_device(inputs, device)), on_device(target, device))
+        hits = hits_of(ModelInputs.of(inputs).to(device).call(model), on_device(target, device))
         assert hits is not None
         correct, count = correct + int(hits.sum()), count + hits.numel()
         if count >= SAMPLES:
@@ -180,10 +180,10 @@ def _accuracy(model: nn.Module, batches: Any) -> float:
 
 
 def _has_classes(model: nn.Module, batches: Sequence[tuple[Any, Any]]) -> bool:
-    """Say whether the model scores classes that are the targets, so that it has an accuracy."""
+    """Return whether the model gives class scores, so that it has an accuracy."""
     device, (inputs, target) = device_of(model), batches[0]
     with torch.no_grad(), in_mode(model, training=False):
-        output = call(model, on_device(inputs, device))
+        output = ModelInputs.of(inputs).to(device).call(model)
     return hits_of(output, on_device(target, device)) is not None
 
 
@@ -199,31 +199,31 @@ def deploy(
     batch: int = 1,
     multiple: int | None = None,
     int8: bool = False,
-    fast: bool = False,
-    heal: int = 0,
-    progress: Progress | None = None,
+    prefer_speed: bool = False,
+    finetune_epochs: int = 0,
+    on_progress: OnProgress | None = None,
 ) -> Deployment:
     """Write a run's model as it was trained, or its best size within limits, to files.
 
-    As `deploy_size` does; sizes are searched only if there is a limit. It is trained for `heal`
-    epochs before; what was done of them is kept in the run's directory, so that the same call goes
-    on after it was stopped.
+    As `deploy_size` does; sizes are searched only if there is a limit. The model is trained for
+    `finetune_epochs` before; finished epochs are kept in the run's directory, so that the same call
+    resumes after it was stopped.
     """
     require_deployable(limits, formats, out, int8=int8)
-    require_whole("heal", heal)
-    cut = bool(limits or multiple or fast)
+    require_whole("finetune_epochs", finetune_epochs)
+    cut = bool(limits or multiple or prefer_speed)
     return deploy_size(
         trained.model if cut or trained.plain is None else trained.plain,
-        frontier_of(trained, progress) if limits else None,
+        frontier_of(trained, on_progress) if limits else None,
         out,
         example=trained.example(batch),
         formats=formats,
         test=trained.tested,
         judge=lambda ranks: search(trained, ranks=[ranks])[-1],
-        heal=partial(_healed, trained, heal) if heal else None,
+        finetune=partial(_finetuned, trained, finetune_epochs) if finetune_epochs else None,
         multiple=multiple,
         int8=int8,
-        fast=fast,
+        prefer_speed=prefer_speed,
         **limits,
     )
 
@@ -245,25 +245,26 @@ def quality_loss(trained: Trained, done: Deployment) -> str | None:
         return None
     return (
         f"this size is worse: test accuracy fell from {before:.1%} to {after:.1%}. Deploy a larger "
-        "size, train it with --heal 1, or train the run with elastic for every size."
+        "size, train it with --finetune-epochs 1, or train the run with elastic for every size."
     )
 
 
-def _healed(trained: Trained, epochs: int, plain: nn.Module) -> None:
+def _finetuned(trained: Trained, epochs: int, plain: nn.Module) -> None:
     """Train the model that is deployed as its run was trained."""
     recipe = trained.run.recipe
-    kept = trained.run.directory / f"healing-{epochs}-{weights_digest(plain)[:16]}.safetensors"
+    name = f"finetuning-{epochs}-{weights_digest(plain)[:16]}.unfinished"
     options = FitOptions(recipe.clip_norm, recipe.accumulate, recipe.amp, recipe.recalibration)
     finetune(
         plain, trained.data.train, optimizer=optimizer_of(recipe, plain), epochs=epochs,
-        loss=loss_of(recipe), seed=recipe.seed, options=options, checkpoint=kept,
+        loss=loss_of(recipe), seed=recipe.seed, options=options,
+        resume=trained.run.directory / name,
     )  # fmt: skip
 
 
 def require_deployable(
     limits: Mapping[str, float], formats: Sequence[str], out: Path, *, int8: bool = False
 ) -> None:
-    """Refuse what cannot be meant before anything is loaded, searched or written."""
+    """Refuse unusable options before anything is loaded, searched or written."""
     if limits:
         require_limits(limits)
     require_usable(out, formats)

@@ -1,7 +1,7 @@
-"""A directory that a long command writes, and the finished parts that it keeps until then.
+"""Output directories of long commands, and the unfinished work that they are resumed from.
 
-The parts are in `OUT.unfinished`. `OUT` is put in place in one rename, then the parts are removed:
-whenever a command is killed, the same command goes on.
+Finished stages are in `OUT.unfinished`. `OUT` is put in place in one rename, then the stages are
+removed: whenever a command is killed, the same command resumes there.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Unfinished:
     def __init__(self, out: Path) -> None:
         self._out = Path(os.path.abspath(out))  # noqa: PTH100
         self.parts = Path(f"{self._out}.unfinished")
-        """Where finished parts are kept."""
+        """The directory of finished stages, for `resume=`."""
         self.removed = self.parts.with_name(f".removing-{self.parts.name}")
-        """Where they are while they are removed, so that no half of them stays under their name."""
+        """Where the stages are moved before they are removed, so that no half of them is resumed."""
 
     def require_new(self) -> None:
         """Refuse a directory with content, unless this very work has put it in place."""
         used = self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir()))
         if used and not self._is_written():
-            raise OptionError(f"--out {self._out} is there already: give a new directory.")
+            raise OptionError(f"--out {self._out} exists already. Give a new directory.")
 
     def write(self, fill: Callable[[Path], None]) -> None:
         """Fill the directory, put it in place, and remove the parts."""
@@ -82,5 +82,5 @@ class Unfinished:
 
 
 def _identity(directory: Path) -> str:
-    """Return what a directory keeps when it is renamed, and shares with no other."""
+    """Return an identity of a directory that is kept when it is renamed."""
     return str(directory.stat().st_ino)

@@ -1,4 +1,4 @@
-"""From a model and its frontier to files: the best size within limits, written and proven."""
+"""Deployment: choose the best size within limits, and write it to files that are verified."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from maestro_lod.files.atomic import replacing_directory
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import cost_of
 from maestro_lod.model.frontier import Frontier
-from maestro_lod.model.inputs import Example, as_call, device_of
-from maestro_lod.model.limits import Point
+from maestro_lod.model.inputs import Example, ModelInputs, device_of
+from maestro_lod.model.limits import Size
 from maestro_lod.progress import Telling
 from maestro_lod.sizes.choice import Judge, choose
 from maestro_lod.sizes.latency import all_dense
-from maestro_lod.sizes.timing import ROUNDS, batch_of, drawn_call, eager, interleaved, ratios
+from maestro_lod.sizes.timing import ROUNDS, eager, interleaved, ratios
 from maestro_lod.text import table
 
 _NOISE = 1.05  # two timings this close are the same
@@ -34,7 +34,7 @@ _NOISE = 1.05  # two timings this close are the same
 
 @dataclass(frozen=True)
 class Deployed:
-    """One file that was written, beside the dense model in the same format."""
+    """One file that was written, compared with the dense model in the same format."""
 
     file: Exported
     """Its path is the name alone, in the directory that it is deployed to."""
@@ -49,9 +49,9 @@ class Deployed:
 
 @dataclass(frozen=True)
 class Deployment:
-    """What `deploy` chose and wrote."""
+    """The result of `deploy_size`: the size that was chosen, and the files."""
 
-    point: Point | None
+    point: Size | None
     """The chosen size, with the costs of the form that was written; None if as it was trained."""
     ranks: dict[str, int]
     params: int
@@ -60,8 +60,8 @@ class Deployment:
     dense_macs: int
     test: dict[str, float]
     dense_test: dict[str, float]
-    unhealed_test: dict[str, float] | None
-    """Of the size before it was healed; None if it was not."""
+    untuned_test: dict[str, float] | None
+    """Of the size before it was fine-tuned; None if it was not."""
     files: list[Deployed]
     left_out: dict[str, str]
     """What was asked for and not written, by its name, and why."""
@@ -102,8 +102,8 @@ class Deployment:
         ]
         for name, value in self.test.items():
             beside = f"dense form {self.dense_test[name]:.4f}"
-            if self.unhealed_test is not None:
-                beside = f"before healing {self.unhealed_test[name]:.4f}, {beside}"
+            if self.untuned_test is not None:
+                beside = f"before fine-tuning {self.untuned_test[name]:.4f}, {beside}"
             lines.append(f"test {name} {value:.4f}  ({beside})")
         return "\n".join([*lines, "", table(header, rows, right=range(1, 6))])
 
@@ -117,46 +117,64 @@ def deploy_size(
     formats: Sequence[str] = ("onnx",),
     test: Callable[[nn.Module], dict[str, float]] | None = None,
     judge: Judge | None = None,
-    heal: Callable[[nn.Module], object] | None = None,
+    finetune: Callable[[nn.Module], object] | None = None,
     multiple: int | None = None,
     int8: bool = False,
-    fast: bool = False,
+    prefer_speed: bool = False,
     **limits: float,
 ) -> Deployment:
     """Write the best size within limits to files in each format, verified, tested and timed.
 
-    >>> sizes = lod.frontier(model, loss)
+    A file that cannot be exported or verified, takes longer than the limit or, with `prefer_speed`,
+    than the dense model, or is int8 and not smaller for it, is left out, and the result says why.
+    If none is left it is an error, and nothing is written.
+
+    >>> sizes = lod.frontier(model, objective)
     >>> lod.deploy_size(model, sizes, "phone", example=x, max_macs=0.25, formats=["onnx", "pt2"])
 
-    Without limits the model is written as it was trained, and `sizes` may be None. `limits` are
-    those of `Frontier.pick`. They hold for what is written: ranks rounded if to a `multiple` (then
-    `judge(ranks)` says how good that is), latency on this machine at the example's batch size.
-    `fast`, and a limit on latency, trade size for speed: layers that are slower factored are
-    multiplied out as far as the limits allow. `test(plain)` may recalibrate the plain model and
-    returns what to report of it; `heal(plain)` may train it before, and the report says what it was
-    without.
+    Args:
+        model: The low-rank model.
+        sizes: The sizes to choose from; None without limits.
+        out: A new directory for the files.
+        example: An input of the model; its batch size is the one that is timed.
+        formats: "onnx", "pt2" or "safetensors".
+        test: `test(plain)` may recalibrate the extracted model and returns metrics to report.
+        judge: `judge(ranks)` evaluates ranks that were rounded, which the search did not see.
+        finetune: `finetune(plain)` may train the extracted model before it is written; the report
+            has its metrics before and after.
+        multiple: A number to whose multiples ranks are rounded.
+        int8: Whether to write an ONNX file with weights in 8 bits too.
+        prefer_speed: Whether to multiply out layers that are slower factored, as far as the limits
+            allow. A limit on latency does so too.
+        **limits: The limits of `Frontier.pick`. They hold for what is written: rounded ranks, and
+            latency on this machine at the example's batch size. Without them the model is written
+            at its own ranks.
 
-    A file that cannot be exported or verified, takes longer than the limit or, if it is to be
-    `fast`, than the dense model, or is int8 and no smaller for it, is left out, and the result says
-    why. If none is left it is an error, and nothing is there.
+    Returns:
+        What was chosen and written, with its costs, times and metrics.
+
+    Raises:
+        OptionError: An option is not usable, no size is within the limits, or no file can be kept.
     """
     out = Path(out)
     require_usable(out, formats)
-    ranks, point, plain = choose(model, sizes, limits, example, multiple, judge, fast=fast)
+    ranks, point, plain = choose(
+        model, sizes, limits, example, multiple, judge, prefer_speed=prefer_speed
+    )
     dense = all_dense(model) if low_rank_layers(model) else copy.deepcopy(model)
-    test, unhealed = test or (lambda plain: {}), None
-    if heal is not None:
-        unhealed = test(plain)
-        heal(plain)
+    test, untuned = test or (lambda plain: {}), None
+    if finetune is not None:
+        untuned = test(plain)
+        finetune(plain)
     reached, of_dense = test(plain), test(dense)
     cost, dense_cost = cost_of(plain, example), sizes.dense if sizes else cost_of(dense, example)
     with replacing_directory(out) as place:
-        writer = _Writer(plain, dense, place, example, limits.get("max_latency"), fast)
+        writer = _Writer(plain, dense, place, example, limits.get("max_latency"), prefer_speed)
         writer.write_all(formats, int8=int8)
         deployment = Deployment(
             point, ranks, cost.params, cost.macs or 0, dense_cost.params,
-            dense_cost.macs or 0, reached, of_dense, unhealed, [*writer.files.values()],
-            writer.left_out, batch_of(as_call(example)), torch.get_num_threads(),
+            dense_cost.macs or 0, reached, of_dense, untuned, [*writer.files.values()],
+            writer.left_out, ModelInputs.of_example(example).batch_size, torch.get_num_threads(),
         )  # fmt: skip
         write_manifest(place, deployment.to_dict())
     return deployment
@@ -182,7 +200,7 @@ class _Writer:
     folder: Path
     example: Example
     most_seconds: float | None
-    fast: bool
+    prefer_speed: bool
     files: dict[str, Deployed] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -213,20 +231,20 @@ class _Writer:
             self.files[name] = file
 
     def _against(self, written: Deployed) -> str | None:
-        """Say why a file is not good enough to be kept, or None."""
+        """Return why a file is not good enough to be kept, or None."""
         name, most = written.file.path.name, self.most_seconds
-        batch = batch_of(as_call(self.example))
+        batch = ModelInputs.of_example(self.example).batch_size
         if most is not None and written.seconds > most * _NOISE:
             return (
                 f"{name} takes {1e3 * written.seconds:.3g} ms here at batch {batch}, above "
                 f"max_latency={most!r}. Allow more time, or ask for a smaller size too, such as by "
                 "max_macs."
             )
-        if self.fast and written.over_dense > _NOISE:
+        if self.prefer_speed and written.over_dense > _NOISE:
             return (
                 f"{name} would be {written.over_dense:.2f}× as slow as its dense form here, at "
                 f"batch {batch}. Try a larger batch or a smaller size, or take it as it is: "
-                "without fast."
+                "without prefer_speed."
             )
         usual = self.files.get("model.onnx")
         if written.file.quantize and usual and written.file.bytes >= usual.file.bytes:
@@ -238,7 +256,7 @@ class _Writer:
 
     def _written(self, path: Path, format_: str, quantize: Literal["int8"] | None) -> Deployed:
         file = export(self.small, path, example=self.example, quantize=quantize)
-        runs = drawn_call(as_call(self.example), device_of(self.small))
+        runs = ModelInputs.of_example(self.example).drawn(device_of(self.small))
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             other = Path(scratch) / f"dense.{format_}"
             beside = export(self.dense, other, example=self.example)

@@ -30,7 +30,6 @@ from maestro_lod.deploy.verification import (
     Runner,
     require_numbers,
     require_same_outputs,
-    tensors_in,
     tolerance_of,
 )
 from maestro_lod.errors import LayerError, OptionError, listed, nearest
@@ -39,9 +38,9 @@ from maestro_lod.installing import install
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.checkpoint import plain_state, save_plain
 from maestro_lod.model.cost import count_params
-from maestro_lod.model.inputs import Call, Example, as_call, device_of, in_mode
+from maestro_lod.model.inputs import Example, ModelInputs, device_of, in_mode, tensors_in
 from maestro_lod.model.surgery import extract
-from maestro_lod.sizes.timing import batch_of, drawn_call, interleaved, ratios, run
+from maestro_lod.sizes.timing import interleaved, ratios, run
 
 __all__ = ["FORMATS", "INT8_TOLERANCE", "TOLERANCE", "Exported", "export", "opened"]
 
@@ -113,12 +112,12 @@ def export(
     format = _known_format(path, format)
     _require_possible(model, format, quantize)
     plain = extract(model) if low_rank_layers(model) else model
-    call, device = as_call(example), device_of(plain)
-    usual = drawn_call(call, device)
+    call, device = ModelInputs.of_example(example), device_of(plain)
+    usual = call.drawn(device)
     with replacing(path) as temporary, in_mode(plain, training=False), torch.no_grad(), _quiet():
         require_numbers(plain, run(plain, usual))  # before anything else, for a clear error
         runner, batch = _written(plain, call, temporary, format, quantize)
-        other = [] if batch else [drawn_call(call, device, batch=1 if batch_of(call) > 1 else 3)]
+        other = [] if batch else [call.drawn(device, batch=1 if call.batch_size > 1 else 3)]
         limit = INT8_TOLERANCE if quantize else tolerance_of(plain)
         difference = require_same_outputs(plain, runner, [usual, *other], limit, path)
         times = _timed(plain, None if format == "safetensors" else runner, usual)
@@ -146,7 +145,7 @@ def _require_possible(model: nn.Module, format: str, quantize: str | None) -> No
 
 
 def _written(
-    plain: nn.Module, call: Call, path: Path, format: str, quantize: str | None
+    plain: nn.Module, call: ModelInputs, path: Path, format: str, quantize: str | None
 ) -> tuple[Runner, int | None]:
     """Write a file; return what runs it, and its batch size where it takes one alone."""
     if format == "safetensors":
@@ -161,7 +160,7 @@ def _written(
     return _opened(path, format), batch
 
 
-def _timed(plain: nn.Module, runner: Runner | None, call: Call) -> tuple[float, float]:
+def _timed(plain: nn.Module, runner: Runner | None, call: ModelInputs) -> tuple[float, float]:
     """Return the seconds of a file, or of the model without one, and those over the model's."""
     variants: dict[str, Callable[[], object]] = {"eager": lambda: run(plain, call)}
     if runner is not None:
@@ -208,23 +207,23 @@ def _onnx_file() -> Any:
         ) from error
 
 
-def _traced(model: nn.Module, call: Call, format: str) -> tuple[ExportedProgram, int | None]:
+def _traced(model: nn.Module, call: ModelInputs, format: str) -> tuple[ExportedProgram, int | None]:
     """Trace a model for any batch size if it can be, else for the example's, which is returned.
 
     That the batch is fixed is told in a warning, with torch's reason.
     """
-    device, size = device_of(model), batch_of(call)
+    device, size = device_of(model), call.batch_size
     several = max(size, 2)  # tracing takes a batch of one for a constant
-    traced = drawn_call(call, device, batch=several)
+    traced = call.drawn(device, batch=several)
     batch, shapes = Dim("batch"), cast("Any", ShapesCollection)()
-    for tensor in tensors_in((traced.args, traced.kwargs)):
+    for tensor in traced.tensors:
         if tensor.ndim and tensor.shape[0] == several:
             shapes[tensor] = {0: batch}
     try:
         exported = torch.export.export(model, traced.args, traced.kwargs, dynamic_shapes=shapes)
         return exported, None
     except Exception as error:  # whatever it is, the attempt at one size tells if it is the batch
-        traced = drawn_call(call, device)
+        traced = call.drawn(device)
         with _refusing(model, format):
             exported = torch.export.export(model, traced.args, traced.kwargs)
         warnings.warn(
@@ -241,7 +240,7 @@ def _reloaded(model: nn.Module, path: Path) -> Runner:
     for tensor in twin.state_dict().values():
         tensor.zero_()
     twin.load_state_dict(plain_state(path))
-    return lambda call: tensors_in(twin(*call.args, **call.kwargs))
+    return lambda call: tensors_in(call.call(twin))
 
 
 # -- surroundings ------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_leaves
 
-from maestro_lod.model.inputs import Call
+from maestro_lod.model.inputs import ModelInputs
 
 
 def write(program: ExportedProgram, path: Path, *, int8: bool) -> None:
@@ -50,7 +49,7 @@ def _slim(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def opened(path: Path) -> Callable[[Call], list[Tensor]]:
+def opened(path: Path) -> Callable[[ModelInputs], list[Tensor]]:
     """Return what runs a file by onnxruntime, with as many threads as torch has."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -58,9 +57,8 @@ def opened(path: Path) -> Callable[[Call], list[Tensor]]:
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
 
-    def run(call: Call) -> list[Tensor]:
-        tensors = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
-        feed = {name: t.cpu().numpy() for name, t in zip(names, tensors, strict=True)}
+    def run(call: ModelInputs) -> list[Tensor]:
+        feed = {name: t.cpu().numpy() for name, t in zip(names, call.tensors, strict=True)}
         return [torch.from_numpy(array) for array in session.run(None, feed)]
 
     return run

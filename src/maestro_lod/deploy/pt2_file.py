@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from maestro_lod.deploy.verification import Runner, tensors_in
+from maestro_lod.deploy.verification import Runner
+from maestro_lod.model.inputs import tensors_in
 
 
 def write(program: ExportedProgram, path: Path) -> None:
@@ -38,4 +39,4 @@ def write(program: ExportedProgram, path: Path) -> None:
 def opened(path: Path) -> Runner:
     """Return what runs a file by torch."""
     module = torch.export.load(path).module()
-    return lambda call: tensors_in(module(*call.args, **call.kwargs))
+    return lambda call: tensors_in(call.call(module))

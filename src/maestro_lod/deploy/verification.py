@@ -1,4 +1,4 @@
-"""Does a file compute what its model does?"""
+"""Verification that an exported file computes the same as its model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from maestro_lod.errors import LayerError, OutputError
-from maestro_lod.model.inputs import Call
-from maestro_lod.sizes.timing import batch_of, run
+from maestro_lod.model.inputs import ModelInputs, tensors_in
+from maestro_lod.sizes.timing import run
 
 TOLERANCE = 1e-4
 """How far the outputs of a file may be from the model's, relative to the largest of these. For
@@ -21,18 +20,18 @@ half-precision models it is eight units in the last place instead, if that is mo
 INT8_TOLERANCE = 0.2
 """The same for files quantized to int8. They report their difference; beyond this it is garbage."""
 
-Runner = Callable[[Call], list[Tensor]]
+Runner = Callable[[ModelInputs], list[Tensor]]
 """Runs a file: a call in, a list of tensors out."""
 
 
 def require_same_outputs(
-    model: nn.Module, runner: Runner, calls: list[Call], limit: float, path: Path
+    model: nn.Module, runner: Runner, calls: list[ModelInputs], limit: float, path: Path
 ) -> float:
     """Return the largest difference between a file and its model, or refuse the file."""
     worst = 0.0
     for call in calls:
         expected, got = tensors_in(run(model, call)), runner(call)
-        where = f"{path.name} was not written: at batch size {batch_of(call)} the file gives"
+        where = f"{path.name} was not written: at batch size {call.batch_size} the file gives"
         if [t.shape for t in expected] != [t.shape for t in got]:
             shapes = [tuple(t.shape) for t in got], [tuple(t.shape) for t in expected]
             raise OutputError(f"{where} outputs of shapes {shapes[0]} instead of {shapes[1]}.")
@@ -47,11 +46,11 @@ def require_same_outputs(
 
 
 def require_numbers(model: nn.Module, outputs: Any) -> None:
-    """Refuse a model that answers with nothing but NaN: any file would equal it."""
+    """Refuse a model whose outputs are all NaN: any file would equal it."""
     values = [t for t in tensors_in(outputs) if t.is_floating_point() and t.numel()]
     if values and all(bool(t.isnan().all()) for t in values):
         raise LayerError(
-            f"{type(model).__name__} gives nothing but NaN: its training has diverged. Go back to "
+            f"{type(model).__name__} gives only NaN: its training has diverged. Go back to "
             "the last good checkpoint."
         )
 
@@ -76,7 +75,3 @@ def _difference(expected: Tensor, got: Tensor) -> float:
 def tolerance_of(model: nn.Module) -> float:
     floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return max([TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in floats)])
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,1 +1,1 @@
-"""Files: written at once or not at all, read with care."""
+"""Files: atomic writes, locks, tensor files, training state and the stage cache."""

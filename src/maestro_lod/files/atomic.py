@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and directories that one process works in."""
+"""Atomic writes of files and directories, and locks for directories that one process works in."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PREFIX, _LOCK = ".writing-", ".lock"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a place to write a file of that name; it replaces the old one once the block is done.
+    """Give a place to write a file; it replaces the old one once the block is done.
 
     Readers see the old file or the new one, never half. The place is a directory of its own beside
     the target, since libraries that write may make temporary files themselves: all of them go away
@@ -38,28 +38,55 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     # a link is replaced too: in a directory of others it may lead to any file
     target = Path(os.path.realpath(path.parent)) / path.name
+    with _temporary_place(target, path) as place:
+        yield place / target.name
+        with writing(path):
+            _put_in_place(place / target.name, target)
+
+
+@contextmanager
+def replacing_files(directory: Path) -> Iterator[Path]:
+    """Give a place to write several files; they replace those in a directory once all are written.
+
+    Each file is replaced as a whole; other files in the directory stay.
+    """
+    target = Path(os.path.realpath(directory))
+    with writing(directory):
+        target.mkdir(parents=True, exist_ok=True)
+    with _temporary_place(target / "files", directory) as place:
+        yield place
+        with writing(directory):
+            for written in sorted(place.iterdir()):
+                _put_in_place(written, target / written.name)
+
+
+@contextmanager
+def _temporary_place(target: Path, path: Path) -> Iterator[Path]:
+    """Make a directory for files that will replace a target; it is removed after the block."""
     with writing(path):
         for left in target.parent.glob(f"{_PREFIX}{glob.escape(target.name)}-*"):
             if _deserted(left):
                 shutil.rmtree(left, ignore_errors=True)
         place, handle = _own_place(target)
     try:
-        written = place / target.name
-        yield written
-        with writing(path):
-            written.chmod(_mode(target, place))  # safetensors lets only the owner read
-            with written.open("r+b") as file:
-                os.fsync(file.fileno())
-            os.replace(written, target)  # noqa: PTH105
-            _sync_directory(target.parent)
+        yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)  # the next one to write clears what stays
         if handle in _held:  # not in a forked child
             _close(handle)
 
 
+def _put_in_place(written: Path, target: Path) -> None:
+    """Replace a file by one that was written to a temporary place."""
+    written.chmod(_mode(target, written.parent))  # safetensors lets only the owner read
+    with written.open("r+b") as file:
+        os.fsync(file.fileno())
+    os.replace(written, target)  # noqa: PTH105
+    _sync_directory(target.parent)
+
+
 def _own_place(target: Path) -> tuple[Path, int | None]:
-    """Make a directory beside a file, locked while we live, where there are locks."""
+    """Make a directory next to a file, locked while this process lives, where there are locks."""
     while True:
         place = Path(tempfile.mkdtemp(dir=target.parent, prefix=f"{_PREFIX}{target.name}-"))
         try:
@@ -87,7 +114,7 @@ def _held_place(place: Path) -> int | None:
 
 
 def _deserted(place: Path) -> bool | None:
-    """Say whether the process that wrote there has ended; None where nobody can tell."""
+    """Return whether the process that wrote there has ended; None if that is not known."""
     try:
         handle = _held_place(place)
     except BlockingIOError:
@@ -102,7 +129,7 @@ def _deserted(place: Path) -> bool | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Tell trouble with files in the `with` block as trouble with writing this one."""
+    """Report errors of files in the `with` block as errors of writing this one."""
     try:
         yield
     except OSError as error:
@@ -160,7 +187,7 @@ def filling_directory(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what processes killed while they wrote there have left; be `alone_in` it."""
+    """Remove what killed processes left while writing there; call it inside `alone_in`."""
     for place in directory.glob(f"{_PREFIX}*"):
         if _deserted(place) is not False:
             with writing(place):

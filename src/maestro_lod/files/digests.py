@@ -11,11 +11,15 @@ Neither is a signature: whoever wants to deceive could write new digests.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 _SHORTEST, _LONGEST, _SHARE = 2**12, 2**20, 16
 
@@ -70,3 +74,67 @@ def in_pieces(ends: list[int]) -> Iterator[tuple[int, list[int]]]:
         if piece[-1] >= _LONGEST or end == ends[-1]:
             yield begin, piece
             begin, piece = end, []
+
+
+# -- values in memory ------------------------------------------------------------------------------
+
+
+def digest_of(value: Any) -> str:
+    """Return a SHA-256 digest of nested values: tensors, models, mappings, sequences, plain data.
+
+    A model counts with its kinds of modules, parameters and buffers, a function with its name, any
+    other object with its type and attributes. The digest is the same in every process and on every
+    device.
+    """
+    digest = hashlib.sha256()
+    _update(digest, value, set())
+    return digest.hexdigest()
+
+
+def _update(digest: Any, value: Any, outer: set[int]) -> None:
+    """Add a value to a digest; `outer` has the ids of the objects that it is part of."""
+    if isinstance(value, Tensor):
+        _update_by_tensor(digest, value)
+    elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        _update_by_text(digest, f"{type(value).__name__} {value!r}")
+    elif (name := getattr(value, "__qualname__", None)) is not None:  # a function or class
+        _update_by_text(digest, f"{value.__module__}.{name}")
+    elif hasattr(value, "tobytes"):  # an array of numpy's
+        _update_by_text(digest, f"{value.dtype} {value.shape}")
+        _update_by_bytes(digest, value.tobytes())
+    elif id(value) in outer:
+        _update_by_text(digest, "part of itself")
+    else:
+        parts = _parts(value)
+        _update_by_text(digest, f"{type(value).__qualname__} {len(parts)}")
+        for part in parts:
+            _update(digest, part, outer | {id(value)})
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return the values that an object consists of."""
+    if isinstance(value, nn.Module):
+        kinds = {name: type(module).__qualname__ for name, module in value.named_modules()}
+        return [kinds, dict(value.named_parameters()), dict(value.named_buffers())]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, Mapping):
+        return [part for item in value.items() for part in item]
+    if isinstance(value, Sequence):
+        return list(value)
+    return [vars(value) if hasattr(value, "__dict__") else str(value)]
+
+
+def _update_by_text(digest: Any, text: str) -> None:
+    _update_by_bytes(digest, text.encode(errors="surrogatepass"))
+
+
+def _update_by_bytes(digest: Any, data: bytes) -> None:
+    digest.update(f"{len(data)} ".encode() + data)
+
+
+def _update_by_tensor(digest: Any, tensor: Tensor) -> None:
+    _update_by_text(digest, f"{tensor.dtype} {[*tensor.shape]} {tensor.layout}")
+    if not tensor.is_meta:
+        dense = tensor.detach().cpu().to_dense() if tensor.is_sparse else tensor.detach().cpu()
+        digest.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy().data)

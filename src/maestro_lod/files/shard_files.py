@@ -1,4 +1,4 @@
-"""The same file from shards and into them: no process ever holds more than one tensor whole."""
+"""Tensor files of sharded models: no process ever holds more than one whole tensor."""
 
 from __future__ import annotations
 

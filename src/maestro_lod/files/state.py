@@ -1,4 +1,4 @@
-"""Any training state in one safetensors file: no pickle."""
+"""Training state of any nesting in one safetensors file, without pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors files: written as a whole or not at all, read as far as needed, and proven.
+"""Safetensors files: written atomically, read as far as needed, and verified.
 
 The format is that of every safetensors file, and any reader of it reads these. Two texts in the
 header are ours: `crc32`, of the blocks of all tensors in the order of the file (see `digests`), and

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from maestro_lod.errors import CheckpointError, LayerError
+from maestro_lod.files.atomic import replacing_files, writing
 from maestro_lod.integrations.model_directory import (
     CONFIG,
     LOD_WEIGHTS,
@@ -45,18 +45,11 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None
         )
     require_low_rank(model)
     directory = Path(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as name:
-            written = Path(name)
-            _config_of(model).save_pretrained(written)
-            if model.can_generate() and model.generation_config is not None:
-                model.generation_config.save_pretrained(written)
-            save(model, written / LOD_WEIGHTS)
-            for file in sorted(written.iterdir()):
-                file.replace(directory / file.name)
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {directory} ({error}).") from error
+    with writing(directory), replacing_files(directory) as place:
+        _config_of(model).save_pretrained(place)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(place)
+        save(model, place / LOD_WEIGHTS)
 
 
 def _config_of(model: PreTrainedModel) -> PreTrainedConfig:

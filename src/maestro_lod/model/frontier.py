@@ -1,4 +1,4 @@
-"""Submodels of one model with what they cost, to choose from."""
+"""Frontier: the sizes of one model and their costs, to choose from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.files.atomic import replacing, writing
 from maestro_lod.files.json_files import Shape, parse_json, read_json_file, require_shape
 from maestro_lod.model.inputs import require_number
-from maestro_lod.model.limits import Limit, Point, limit_of, require_limits
+from maestro_lod.model.limits import Limit, Size, limit_of, require_limits
 from maestro_lod.plot import svg
 from maestro_lod.text import Table, Tabular
 
@@ -27,15 +27,15 @@ _SHAPE: Shape = {"points": [_POINT], "dense": _POINT, "method": str, "cost": str
 
 
 @dataclass(frozen=True)
-class Frontier(Tabular, Sequence[Point]):
-    """Submodels of one model, from its own ranks on down, and the dense model beside them.
+class Frontier(Tabular, Sequence[Size]):
+    """Sizes of one model, from its own ranks down, compared with its dense form.
 
     `dense` has the costs of the dense model, and loss and accuracy of the model at its own ranks.
     `cost` says which cost the search was to save: "macs" or "params".
     """
 
-    points: tuple[Point, ...]
-    dense: Point
+    points: tuple[Size, ...]
+    dense: Size
     method: str
     cost: str
 
@@ -43,10 +43,10 @@ class Frontier(Tabular, Sequence[Point]):
         return len(self.points)
 
     @overload
-    def __getitem__(self, index: int) -> Point: ...
+    def __getitem__(self, index: int) -> Size: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Point, ...]: ...
-    def __getitem__(self, index: int | slice) -> Point | tuple[Point, ...]:
+    def __getitem__(self, index: slice) -> tuple[Size, ...]: ...
+    def __getitem__(self, index: int | slice) -> Size | tuple[Size, ...]:
         return self.points[index]
 
     # -- choosing ------------------------------------------------------------------------------
@@ -79,14 +79,14 @@ class Frontier(Tabular, Sequence[Point]):
             ).ranks
         )
 
-    def point(self, **limits: float | None) -> Point:
+    def point(self, **limits: float | None) -> Size:
         """Return the best submodel within all limits with its costs; arguments as for `pick`."""
         within = self.within(limits)
         if not within:
             raise OptionError(self.why_none(limits))
         return within[0]
 
-    def within(self, limits: Mapping[str, float | None]) -> list[Point]:
+    def within(self, limits: Mapping[str, float | None]) -> list[Size]:
         """Return the submodels within all limits, best first; `limits` has arguments of `pick`."""
         checked = self._limits(limits)
         within = [p for p in self.points if all(limit.excess(p) <= 0.0 for limit in checked)]
@@ -95,10 +95,10 @@ class Frontier(Tabular, Sequence[Point]):
         return sorted(within, key=lambda p: (p.loss, self._cost_of(p)))
 
     def why_none(self, limits: Mapping[str, float | None], *, together: bool = False) -> str:
-        """Say which limits no submodel meets, one or all together, and what the nearest one has."""
+        """Return which limits no size meets, one or all together, and the nearest size's values."""
         checked = self._limits(limits)
 
-        def shown(point: Point, keys: Sequence[str]) -> str:
+        def shown(point: Size, keys: Sequence[str]) -> str:
             return ", ".join(f"{key} {self._shown(point, key)}" for key in keys)
 
         for limit in checked if len(checked) == 1 or not together else ():
@@ -122,7 +122,7 @@ class Frontier(Tabular, Sequence[Point]):
             if value is not None
         ]
 
-    def _shown(self, point: Point, key: str) -> str:
+    def _shown(self, point: Size, key: str) -> str:
         value, dense = getattr(point, key), getattr(self.dense, key)
         if value is None:
             return "–"
@@ -132,14 +132,14 @@ class Frontier(Tabular, Sequence[Point]):
             return f"{value:.4f}"
         return f"{value:,} ({value / max(1, dense):.2f}×)"
 
-    def _cost_of(self, point: Point) -> int:
+    def _cost_of(self, point: Size) -> int:
         cost: int = getattr(point, self.cost)
         return cost
 
     @property
     def best(self) -> Frontier:
-        """The submodels to which no other is preferable: each smaller one has a larger loss."""
-        best: list[Point] = []
+        """The sizes on the frontier: each smaller one has a larger loss."""
+        best: list[Size] = []
         for point in sorted(self.points, key=lambda p: (self._cost_of(p), p.loss)):
             if not best or point.loss < best[-1].loss:
                 best.append(point)
@@ -148,7 +148,7 @@ class Frontier(Tabular, Sequence[Point]):
     # -- latency, files, pictures --------------------------------------------------------------
 
     def with_latency(self, predict: Callable[[Mapping[str, int]], float], dense: float) -> Frontier:
-        """Return a copy whose points have latencies, in seconds, predicted from their ranks."""
+        """Return a copy whose sizes have latencies, in seconds, predicted from their ranks."""
 
         def seconds(value: object, what: str) -> float:
             latency = require_number(value, what)
@@ -161,7 +161,7 @@ class Frontier(Tabular, Sequence[Point]):
         return replace(self, points=tuple(points), dense=reference)
 
     def to_json(self) -> str:
-        """Return the frontier as text."""
+        """Return the frontier as JSON."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -234,14 +234,14 @@ class Frontier(Tabular, Sequence[Point]):
         return Table(header, rows, right=range(1, len(header)))
 
 
-def _read_point(record: Mapping[str, Any]) -> Point:
+def _read_point(record: Mapping[str, Any]) -> Size:
     """Check every field: a damaged file must not become a model of the wrong size."""
-    point = Point(**record)
+    point = Size(**record)
     counts = [point.params, point.bytes, *point.ranks.values()]
     counts += [] if point.macs is None else [point.macs]
     numbers_ = [v for v in (point.loss, point.accuracy, point.latency) if v is not None]
     if min(counts) < 0 or not all(map(math.isfinite, numbers_)):
-        raise ValueError(f"a point has a value that cannot be: {record}")
+        raise ValueError(f"invalid frontier point: {record}")
     return point
 
 

@@ -1,4 +1,4 @@
-"""What a model is given, and the call of a model on it: examples, batches, devices, modes."""
+"""Inputs of a model: examples and batches, and the call of a model on them in a mode."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from maestro_lod.errors import OptionError
 
-Example: TypeAlias = "Tensor | tuple[Any, ...] | Mapping[str, Any] | Call"
+Example: TypeAlias = "Tensor | PackedSequence | tuple[Any, ...] | Mapping[str, Any] | ModelInputs"
 """An input of the model: one tensor, a tuple of arguments, or keyword arguments. Only its shapes
 and dtypes matter, unless the model itself looks at values."""
 
@@ -25,23 +25,99 @@ Batch: TypeAlias = "tuple[Any, Any] | Tensor | Mapping[str, Any]"
 """A pair of inputs of the model (a tensor, a tuple or a mapping of arguments) and the target; or
 inputs alone. Of a mapping, `labels` are the target, and stay among the arguments."""
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
+"""`loss(output, target)`: the loss of one batch."""
+Objective: TypeAlias = "Callable[[nn.Module], Tensor | float]"
+"""`objective(model)`: what a search minimizes, measured on data of its own."""
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelInputs:
     """The arguments of one call of a model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def on_meta(self) -> Call:
-        """Return the call with tensors on the meta device: shapes and dtypes alone."""
-        return self.changed(lambda tensor: torch.empty_like(tensor, device="meta"))
+    @classmethod
+    def of(cls, inputs: Any) -> ModelInputs:
+        """Return the call that a user's inputs stand for.
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Call:
-        """Return the call with its tensors changed; of packed sequences only their data."""
-        args, kwargs = with_tensors((self.args, self.kwargs), change)
-        return Call(args, kwargs)
+        A tuple or list holds several arguments, a mapping holds keyword arguments, and anything
+        else, such as a tensor or a PackedSequence, is one argument.
+        """
+        if isinstance(inputs, ModelInputs):
+            return inputs
+        if isinstance(inputs, Mapping):
+            return cls((), dict(inputs))
+        if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence):
+            return cls(tuple(inputs), {})
+        return cls((inputs,), {})
+
+    @classmethod
+    def of_example(cls, example: Example) -> ModelInputs:
+        """Return the call that an `example=` stands for; refuse what is not one."""
+        if isinstance(example, Tensor | tuple | Mapping | ModelInputs):
+            return cls.of(example)
+        raise OptionError(
+            f"example is a {type(example).__name__}. Give a tensor, a tuple of arguments or a "
+            "mapping of keyword arguments."
+        )
+
+    def call(self, model: nn.Module) -> Any:
+        """Run a model on the inputs; explain a norm over the batch that sees one sample."""
+        try:
+            return model(*self.args, **self.kwargs)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise OptionError(
+                "a batch of one sample cannot train a norm over the batch. Choose a batch size "
+                "that leaves no single sample over, or drop it: DataLoader(…, drop_last=True)."
+            ) from error
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> ModelInputs:
+        """Apply a function to every tensor (for PackedSequence: to `.data` only)."""
+        return ModelInputs(*map_tensors((self.args, self.kwargs), change))
+
+    def to(self, device: torch.device) -> ModelInputs:
+        """Return the inputs with their tensors on a device."""
+        return ModelInputs(*on_device((self.args, self.kwargs), device))
+
+    def on_meta(self) -> ModelInputs:
+        """Return the inputs with tensors on the meta device: shapes and dtypes alone."""
+        return self.map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"))
+
+    def drawn(self, device: torch.device, *, batch: int | None = None) -> ModelInputs:
+        """Return the inputs with random floats, whole numbers kept, at another batch size if given.
+
+        Tensors whose leading dimension is the batch size are resized; rows of whole numbers are
+        repeated in turn. The same values are drawn every time.
+        """
+        generator = torch.Generator(device).manual_seed(0)
+        size = self.batch_size
+
+        def draw(value: Tensor) -> Tensor:
+            if batch is not None and value.ndim and value.shape[0] == size:
+                rows = torch.arange(batch, device=value.device) % max(size, 1)
+                value = value.index_select(0, rows)
+            return drawn(value, device, generator)
+
+        args, kwargs = tree_map_only(Tensor, draw, (self.args, self.kwargs))
+        return ModelInputs(args, kwargs)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return tensors_in((self.args, self.kwargs))
+
+    @property
+    def batch_size(self) -> int:
+        """The leading dimension of the first tensor."""
+        tensors = self.tensors
+        if not tensors or not tensors[0].ndim:
+            raise OptionError(
+                "the example has no tensor with a batch dimension. Give a batch of one."
+            )
+        return int(tensors[0].shape[0])
 
     @property
     def is_packed(self) -> bool:
@@ -49,35 +125,36 @@ class Call:
         return any(map(_is_packed, tree_leaves((self.args, self.kwargs), is_leaf=_is_packed)))
 
 
-def with_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested inputs with each tensor changed; of packed sequences only their data."""
+def drawn(value: Tensor, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Return random floats of the same shape and layout, or whole numbers unchanged."""
+    if value.is_floating_point():
+        return torch.empty_like(value, device=device).normal_(generator=generator)
+    if value.is_meta:
+        raise OptionError(
+            f"the example holds {value.dtype} values on the meta device, which cannot be guessed. "
+            "Give a real example."
+        )
+    return value.to(device)
 
-    def of_one(value: Any) -> Any:
-        if _is_packed(value):  # the lengths in it say what is computed
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested inputs or outputs."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of nested inputs (for PackedSequence: to `.data` only)."""
+
+    def change_leaf(value: Any) -> Any:
+        if isinstance(value, PackedSequence):  # its lengths determine what is computed
             return value._replace(data=change(value.data))
         return change(value) if isinstance(value, Tensor) else value
 
-    return tree_map(of_one, inputs, is_leaf=_is_packed)
+    return tree_map(change_leaf, tree, is_leaf=_is_packed)
 
 
 def _is_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence)
-
-
-def as_call(example: Example) -> Call:
-    """Return the call that an example stands for, with its values."""
-    if isinstance(example, Tensor | PackedSequence):
-        return Call((example,), {})
-    if isinstance(example, tuple):
-        return Call(example, {})
-    if isinstance(example, Mapping):
-        return Call((), dict(example))
-    if isinstance(example, Call):
-        return example
-    raise OptionError(
-        f"example is a {type(example).__name__}. Give a tensor, a tuple of arguments or a mapping "
-        "of keyword arguments."
-    )
 
 
 def samples_in(target: Any) -> int:
@@ -99,24 +176,8 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
-    """Run a model on one input, a tuple of arguments, or a mapping of keyword arguments."""
-    try:
-        if isinstance(inputs, Mapping):
-            return model(**inputs)
-        several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
-        return model(*inputs) if several else model(inputs)
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        raise OptionError(
-            "a batch of one sample cannot train a norm over the batch. Choose a batch size that "
-            "leaves no single sample over, or drop it: DataLoader(…, drop_last=True)."
-        ) from error
-
-
 def on_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch."""
+    """Move the tensors of nested inputs or targets."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, PackedSequence):  # a tuple of four, but one input

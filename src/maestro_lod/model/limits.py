@@ -1,4 +1,4 @@
-"""One submodel with what it costs, and the limits that users set on that."""
+"""Size: one submodel and its costs; and the limits that users set on sizes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LIMITS = ("max_params", "max_macs", "max_bytes", "max_latency", "min_accuracy")
 
 
 @dataclass(frozen=True)
-class Point:
-    """One submodel: its ranks, how good it is, and what it costs deployed.
+class Size:
+    """One submodel: its ranks, its loss and accuracy, and its costs when deployed.
 
-    Costs are those of the form that `fuse` gives it: each layer dense or factored, whichever has
+    Costs are those of the form that `fuse` chooses: each layer dense or factored, whichever has
     fewer parameters. What was not measured is None.
     """
 
@@ -38,16 +38,16 @@ class Limit:
     bound: float
     shown: str
 
-    def excess(self, point: Point) -> float:
-        """Return by how much a point misses the limit, relative to it; not above 0 if it holds."""
-        value = float(getattr(point, self.key))
+    def excess(self, size: Size) -> float:
+        """Return how far a size exceeds the limit, relative to it; at most 0 if it is met."""
+        value = float(getattr(size, self.key))
         if self.key == "accuracy":
             return self.bound - value
-        return (value - self.bound) / (self.bound or 1.0)  # a share of no MACs is none
+        return (value - self.bound) / (self.bound or 1.0)  # a model may have 0 MACs
 
 
 def require_limits(limits: Mapping[str, float | None]) -> None:
-    """Refuse limits that make no sense for any model; needs no frontier, so it can come first."""
+    """Refuse limits that no model could meet; needs no frontier, so that it can come first."""
     given = {option: value for option, value in limits.items() if value is not None}
     if not given:
         raise OptionError(f"no limit was given. Give one or more of {listed(LIMITS)}.")
@@ -62,7 +62,7 @@ def _require_limit(option: str, value: float) -> None:
         )
     key, shown = option.partition("_")[2], f"{option}={value!r}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise OptionError(f"{shown} is no number.")
+        raise OptionError(f"{shown} is not a number.")
     if key == "accuracy":
         if not 0 <= value <= 1:
             raise OptionError(f"{shown} must be a share between 0 and 1.")
@@ -75,8 +75,8 @@ def _require_limit(option: str, value: float) -> None:
         )
 
 
-def limit_of(option: str, value: float, points: Iterable[Point], dense: Point) -> Limit:
-    """Check a limit that a user set on these points; shares are of the dense model's cost."""
+def limit_of(option: str, value: float, points: Iterable[Size], dense: Size) -> Limit:
+    """Return a checked limit on these sizes; shares are relative to the dense model's cost."""
     _require_limit(option, value)
     key, shown, bound = option.partition("_")[2], f"{option}={value!r}", float(value)
     if any(getattr(p, key) is None for p in points):

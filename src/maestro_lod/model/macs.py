@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from maestro_lod.errors import LayerError
 from maestro_lod.layers.registry import low_rank_type
 from maestro_lod.layers.uses import uses_of
-from maestro_lod.model.inputs import Call, Example, as_call
+from maestro_lod.model.inputs import Example, ModelInputs
 from maestro_lod.model.replace import copy_on_meta, copy_without_hooks
 from maestro_lod.model.structure import restructure, structure_of, uninitialized
 
@@ -49,7 +49,7 @@ class DenseMacs:
 
 def dense_macs(model: nn.Module, example: Example) -> DenseMacs:
     """Count the MACs of the model's dense form; the model itself does not run."""
-    call = as_call(example)
+    call = ModelInputs.of_example(example)
     try:
         try:
             return _counted_macs(copy_on_meta(model), call.on_meta(), without_values=True)
@@ -62,7 +62,7 @@ def dense_macs(model: nn.Module, example: Example) -> DenseMacs:
         return _macs_with_values(model, call, error)
 
 
-def _macs_with_values(model: nn.Module, call: Call, why: Exception) -> DenseMacs:
+def _macs_with_values(model: nn.Module, call: ModelInputs, why: Exception) -> DenseMacs:
     """Count on a copy that really runs, since the model could not run without values."""
     given = {
         "the model": (*model.parameters(), *model.buffers()),
@@ -76,14 +76,14 @@ def _macs_with_values(model: nn.Module, call: Call, why: Exception) -> DenseMacs
                 f"meta device, which has none. Give {what} with real values, on any other device."
             ) from why
     try:
-        twin, call = copy_without_hooks(model, {}).cpu(), call.changed(Tensor.cpu)
+        twin, call = copy_without_hooks(model, {}).cpu(), call.map_tensors(Tensor.cpu)
         with torch.random.fork_rng(devices=[]):
             return _counted_macs(twin, call, without_values=False)
     except Exception as error:
         raise LayerError(f"{problem} on this example ({type(error).__name__}: {error}).") from error
 
 
-def _counted_macs(twin: nn.Module, call: Call, *, without_values: bool) -> DenseMacs:
+def _counted_macs(twin: nn.Module, call: ModelInputs, *, without_values: bool) -> DenseMacs:
     """Count on a copy of the model, which is changed: its low-rank layers are made dense."""
     uses = uses_of(twin)
     opened = {name: form for name, form in structure_of(twin).items() if form.kind == "opened"}
@@ -101,7 +101,7 @@ def _counted_macs(twin: nn.Module, call: Call, *, without_values: bool) -> Dense
     # torch itself does look at the lengths of packed sequences
     fake = without_values and not call.is_packed
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
-    call = call if mode is None else call.changed(mode.from_tensor)
+    call = call if mode is None else call.map_tensors(mode.from_tensor)
     with (
         torch.no_grad(),
         _no_attention_fast_path(),

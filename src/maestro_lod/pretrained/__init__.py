@@ -1,1 +1,1 @@
-"""Every size of a model that one did not train: calibrate, decompose, choose ranks, heal."""
+"""Pretrained models: compress, correct and distill them."""

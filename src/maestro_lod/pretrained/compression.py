@@ -1,19 +1,19 @@
-"""A pretrained model to a limit: calibrated, decomposed, cut, corrected and healed in place."""
+"""Compression of a pretrained model: calibrate, decompose, cut, correct and distill in place."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from maestro_lod.errors import DataError, LayerError, OptionError, require_whole
-from maestro_lod.files.stage_cache import Kept
+from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.files.tensor_file import distinct
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
@@ -25,22 +25,20 @@ from maestro_lod.model.replace import copy_on_meta
 from maestro_lod.model.structure import Fill, restructure, structure_of, uninitialized
 from maestro_lod.model.surgery import fuse, require_usable_weights
 from maestro_lod.model.survey import Plan, Tied
-from maestro_lod.pretrained.correction import correct
-from maestro_lod.pretrained.distillation import heal
+from maestro_lod.pretrained.correction import correct as correct_layers
+from maestro_lod.pretrained.distillation import Distillation
+from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.calibrated_allocation import energies_of, ranks_within
-from maestro_lod.sizes.calibration import Batches, Calibration, calibrate
+from maestro_lod.sizes.calibration import Batches, Calibration, calibrate_plan
 from maestro_lod.sizes.outputs import SoftLoss, own_outputs
 from maestro_lod.train.evaluate import recalibrate
 
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is, and of how much."""
-
-_CORRECTED_ON = 8  # batches: each layer is a pass of its own over them
+_CORRECTION_BATCHES = 8  # each layer takes a pass of its own over them
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """What a compression has made."""
+    """The result of a compression: ranks and sizes."""
 
     ranks: dict[str, int]
     """Of the low-rank layers; the others are dense at every size."""
@@ -69,51 +67,73 @@ def compress(
     max_params: float,
     loss: Loss = own_outputs,
     tied: Tied = "keep",
-    sequential: bool = True,
-    healing: int = 0,
+    correct: bool = True,
+    distill_steps: int = 0,
     soft_loss: SoftLoss | None = None,
-    keep: Path | None = None,
-    progress: Progress = lambda what, done, of: None,
+    resume: str | os.PathLike[str] | None = None,
+    on_progress: OnProgress = lambda done, total, note: None,
 ) -> Compressed:
     """Cut a pretrained model to a limit, in place; it stays low-rank, with ordered ranks.
 
-    `max_params` is a number, or as a float a share of the model's parameters. Layers that factors
-    would not make smaller stay dense. `loss(output,
-    target)` says how much outputs count; by default the model's own, which need no targets:
-    `maestro_lod.sizes.outputs.own_scores` is better for class scores that are a plain tensor.
-    `sequential` fits the layers in order to the original, `healing` is for so many steps, with
-    `soft_loss` as in `heal`. The low-rank layers are made beside the dense ones, which they replace
-    at the very end: until then, and after any failure, the model is as it was.
-    `keep` is a directory for what is finished: after a kill the same call goes on there.
+    Layers that factors would not make smaller stay dense. The low-rank layers are made next to the
+    dense ones, which they replace at the very end: until then, and after any failure, the model is
+    unchanged.
+
+    >>> done = lod.compress(model, batches, max_params=0.5, distill_steps=500)
+
+    Args:
+        model: The pretrained model.
+        batches: Batches (inputs, target), or inputs alone.
+        max_params: The most parameters: a number, or as a float a share of the model's.
+        loss: `loss(output, target)`, which weights the errors of outputs. By default it is computed
+            from the outputs alone and needs no targets; `maestro_lod.sizes.outputs.own_scores` is
+            better for class scores that are a plain tensor.
+        tied: What happens to layers that share a weight, as for `decompose`.
+        correct: Whether to fit the layers one after the other to the original.
+        distill_steps: The number of steps to train by the original at the end.
+        soft_loss: `soft_loss(output, teacher)`, as for `distill`.
+        resume: A directory for finished stages: after a kill, the same call resumes there.
+        on_progress: `on_progress(done, total, note)` gets the progress of each stage; the note is
+            "calibrating", "decomposing", "correcting" or "distilling".
+
+    Returns:
+        The ranks, and the sizes of the model before and after.
+
+    Raises:
+        DataError: There is no batch.
+        LayerError: A layer has weights that are not finite, or the model is a bare layer.
+        OptionError: The limit cannot be reached or cuts nothing, or `resume` belongs to another
+            call.
     """
     require_limits({"max_params": max_params})
+    require_whole("distill_steps", distill_steps)
     model, data = unwrapped(model), list(batches)
     if not data:
         raise DataError("there is nothing to compress by: the data has no batch.")
-    said = {"max_params": max_params, "tied": tied, "sequential": sequential,
-            "healing": require_whole("healing", healing)}  # fmt: skip
-    kept = Kept(keep, {**said, "batches": len(data)})
     plan = Plan(model, only=None, skip=None, ranks=None, tied=tied)
     require_usable_weights(plan)
     _require_inside(model, plan)
-    seen = calibrate(model, _Counted(data, progress), loss=loss, tied=tied, kept=kept)
-    before = _size(model)
-    ranks = _chosen(model, plan, max_params, seen, kept, fitted=sequential)
-    replaced = (plan.dense[name].weight for name in ranks)
-    shared = replaced if sequential or healing else model.parameters()
-    compressed = copy.deepcopy(model, {id(weight): weight for weight in shared})
-    restructure(
-        compressed, plan.structure(ranks), fill=_counting(seen.fill(), len(ranks), progress)
+    settings = {"max_params": max_params, "tied": tied, "correct": correct,
+                "distill_steps": distill_steps, "loss": loss, "soft_loss": soft_loss}  # fmt: skip
+    cache = StageCache(resume, {**settings, "model": model, "data": data})
+    calibration = calibrate_plan(
+        model, plan, _Counted(data, on_progress), loss=loss, cache=cache, stacklevel=3
     )
-    if sequential:
-        _correct(compressed, model, data, seen, kept, progress)
+    before = _size(model)
+    ranks = _choose_ranks(model, plan, max_params, calibration, cache, corrected=correct)
+    replaced = (plan.dense[name].weight for name in ranks)
+    shared = replaced if correct or distill_steps else model.parameters()
+    compressed = copy.deepcopy(model, {id(weight): weight for weight in shared})
+    fill = _reporting(calibration.fill(), len(ranks), on_progress)
+    restructure(compressed, plan.structure(ranks), fill=fill)
+    if correct:
+        _correct(compressed, model, data, calibration, cache, on_progress)
         fuse(compressed)
     else:
         recalibrate(compressed, [(split_batch(batch)[0], None) for batch in data])
-    if healing:
-        heal(compressed, data, teacher=model, steps=healing, soft_loss=soft_loss,
-             checkpoint=kept.file("healing"),
-             progress=lambda step, _: progress("healing", step, healing))  # fmt: skip
+    if distill_steps:
+        options = Distillation(steps=distill_steps, soft_loss=soft_loss)
+        options.run(compressed, model, data, cache, on_progress)
     _take_over(model, compressed)
     (params, size), (dense_params, dense_size) = _size(model), before
     return Compressed(ranks_of(model), params, dense_params, size, dense_size)
@@ -133,24 +153,24 @@ def _require_inside(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def _chosen(
+def _choose_ranks(
     model: nn.Module,
     plan: Plan,
     max_params: float,
-    seen: Calibration,
-    kept: Kept,
+    calibration: Calibration,
+    cache: StageCache,
     *,
-    fitted: bool,
+    corrected: bool,
 ) -> dict[str, int]:
-    """Return the ranks that lose least within a limit, of all layers that are to have factors.
+    """Return the ranks that lose least within a limit, of all layers that get factors.
 
-    These are the layers that factors make smaller, and, to be `fitted`, all that can be.
+    These are the layers that factors make smaller and, if they will be corrected, all that can be.
     """
     decomposed = restructure(copy_on_meta(model), plan.structure(), fill=uninitialized)
     layers = {name: plan.dense[name] for name in plan.wanted()}
-    ranks: dict[str, int] = kept.part(
+    ranks: dict[str, int] = cache.get_or_compute(
         "ranks",
-        lambda: ranks_within(max_params, Costs(decomposed, None), energies_of(layers, seen)),
+        lambda: ranks_within(max_params, Costs(decomposed, None), energies_of(layers, calibration)),
     )
     forms = better_forms(decomposed, ranks, copied=False)
     if "factored" not in forms.values():
@@ -162,17 +182,17 @@ def _chosen(
     return {
         name: rank
         for name, rank in ranks.items()
-        if forms[name] == "factored" or (fitted and made[name].positionwise)
+        if forms[name] == "factored" or (corrected and made[name].positionwise)
     }
 
 
-def _counting(fill: Fill, count: int, progress: Progress) -> Fill:
+def _reporting(fill: Fill, count: int, on_progress: OnProgress) -> Fill:
     """Return a fill that reports each layer that is done."""
     done = itertools.count(1)
 
     def filled(name: str, dense: nn.Module, rank: int) -> LowRank:
         layer = fill(name, dense, rank)
-        progress("decomposing", next(done), count)
+        on_progress(next(done), count, "decomposing")
         return layer
 
     return filled
@@ -182,21 +202,21 @@ def _correct(
     model: nn.Module,
     teacher: nn.Module,
     data: list[Any],
-    seen: Calibration,
-    kept: Kept,
-    progress: Progress,
+    calibration: Calibration,
+    cache: StageCache,
+    on_progress: OnProgress,
 ) -> None:
     def corrected() -> dict[str, Any]:
-        correct(model, teacher, data[:_CORRECTED_ON], calibration=seen,
-                progress=lambda done, of: progress("correcting", done, of))  # fmt: skip
+        correct_layers(model, teacher, data[:_CORRECTION_BATCHES], calibration=calibration,
+                       on_progress=on_progress)  # fmt: skip
         return model.state_dict()
 
-    model.load_state_dict(kept.part("corrected", corrected))
+    model.load_state_dict(cache.get_or_compute("corrected", corrected))
 
 
 @torch.no_grad()
 def _take_over(model: nn.Module, compressed: nn.Module) -> None:
-    """Give a model, in place, the layers and values of its compressed copy."""
+    """Replace, in place, the layers and values of a model by those of its compressed copy."""
     made = low_rank_layers(compressed)
 
     def fill(name: str, dense: nn.Module, rank: int) -> LowRank:
@@ -215,12 +235,12 @@ def _take_over(model: nn.Module, compressed: nn.Module) -> None:
 
 
 class _Counted:
-    """Batches that tell how many of them were taken, each time that they are gone through."""
+    """Batches that report how many of them were taken, on each pass over them."""
 
-    def __init__(self, data: list[Any], progress: Progress) -> None:
-        self._data, self._progress = data, progress
+    def __init__(self, data: list[Any], on_progress: OnProgress) -> None:
+        self._data, self._on_progress = data, on_progress
 
     def __iter__(self) -> Iterator[Any]:
         for number, batch in enumerate(self._data):
             yield batch
-            self._progress("calibrating", number + 1, len(self._data))
+            self._on_progress(number + 1, len(self._data), "calibrating")

@@ -1,4 +1,4 @@
-"""Layers of a cut model fitted one after the other to what the original computes.
+"""Correction: fit the layers of a cut model, one after the other, to the original's outputs.
 
 A layer behind cut ones gets other inputs than it was made for. With the inputs x of the original
 and x̃ of the cut model, the layer that comes closest to the original's outputs W·x is the regression
@@ -25,8 +25,9 @@ from maestro_lod.layers.ranks import (
     resolve_for,
     unwrapped,
 )
-from maestro_lod.model.inputs import call, device_of, in_mode, on_device, split_batch
+from maestro_lod.model.inputs import ModelInputs, device_of, in_mode, split_batch
 from maestro_lod.model.structure import OPENED, restructured_copy, structure_of
+from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.calibration import Batches, Calibration
 from maestro_lod.sizes.whitening import whitened_factors
 from maestro_lod.train.evaluate import recalibrate
@@ -44,17 +45,30 @@ def correct(
     *,
     calibration: Calibration | None = None,
     sizes: Sequence[Mapping[str, int | float]] = ({},),
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    on_progress: OnProgress = lambda done, total, note: None,
 ) -> int:
     """Fit linear layers and convolutions of a cut model to the original, in place and in order.
 
     The model keeps its ranks, and each number of ranks stays the best of its layer; BatchNorms get
-    statistics of their own. Gradients in `calibration` weigh errors of outputs as they did when
-    the model was decomposed. For a model that is to be cut further, `sizes` are those ranks, and
-    layers are fitted to what they see in all these sizes. Layers of other kinds, those that one
-    call of the model uses more than once, and those with few positions in the data for each of
-    their inputs, stay as they are. `progress` is told how many layers of how many are done. Returns
-    how many were fitted.
+    statistics of their own. Layers of other kinds, those that one call of the model uses more than
+    once, and those with few positions in the data for each of their inputs, are not changed.
+
+    >>> lod.correct(model, original, batches, calibration=seen)
+
+    Args:
+        model: The low-rank model.
+        teacher: The original.
+        batches: Batches (inputs, target), or inputs alone.
+        calibration: What the model was decomposed with; its gradients weight errors of outputs.
+        sizes: The ranks of several sizes: each layer is fitted to its inputs in all of them.
+        on_progress: `on_progress(done, total, note)` gets the number of layers that are done.
+
+    Returns:
+        The number of layers that were fitted.
+
+    Raises:
+        DataError: There is no batch, or a batch does not reach a layer.
+        OptionError: `sizes` is empty.
     """
     model, teacher = unwrapped(model), unwrapped(teacher)
     at_sizes = [resolve_for(model, ranks) for ranks in sizes]
@@ -76,7 +90,7 @@ def correct(
                     _fit(model, original, name, pair, calibration)
                 fitted += len(group)
             done += len(group)
-            progress(done, count)
+            on_progress(done, count, "correcting")
     recalibrate(model, [(inputs, None) for inputs in data])
     return fitted
 
@@ -94,7 +108,7 @@ def _in_order(model: nn.Module, inputs: Any) -> list[list[str]]:
     with ExitStack() as hooks:
         for name, layer in layers.items():
             _hook(hooks, layer, lambda x, called=name: calls.append((called, x)))  # type: ignore[misc]
-        call(model, on_device(inputs, device_of(model)))
+        ModelInputs.of(inputs).to(device_of(model)).call(model)
     names = [name for name, _ in calls]
     groups: list[list[str]] = []
     last: Tensor | None = None
@@ -130,7 +144,7 @@ def _inputs_at(model: nn.Module, name: str, inputs: Any) -> Tensor:
     with ExitStack() as hooks:
         _hook(hooks, model.get_submodule(name), stop)
         try:
-            call(model, on_device(inputs, device_of(model)))
+            ModelInputs.of(inputs).to(device_of(model)).call(model)
         except _Reached as reached:
             return reached.inputs
     raise DataError(f"layer {name} is not reached by every batch: correct it with other data.")

@@ -1,30 +1,31 @@
-"""A short training after a cut, by what the original says about the data instead of targets."""
+"""Distillation: train a low-rank model to reproduce the outputs of its original."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import AdamW
-from torch.utils._pytree import tree_map
 
 from maestro_lod.errors import (
-    CheckpointError,
     DataError,
     LayerError,
     OptionError,
     require_at_least_one,
     require_nonnegative,
 )
-from maestro_lod.files.state import load_state, save_state
+from maestro_lod.files.digests import digest_of
+from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
-from maestro_lod.model.inputs import call, device_of, in_mode, on_device, split_batch
+from maestro_lod.model.inputs import ModelInputs, device_of, in_mode, split_batch
+from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.calibration import Batches
 from maestro_lod.sizes.outputs import SoftLoss, soft_loss_for, values_loss
 from maestro_lod.train.diagnostics import require_finite_loss
@@ -33,120 +34,169 @@ from maestro_lod.train.lod import LoD
 from maestro_lod.train.schedule import cosine
 
 Sizes: TypeAlias = Literal["below", "only"] | Sequence[Mapping[str, int | float]]
-"""What is healed: the model with all sizes below it, only the model itself, or these ranks."""
+"""The sizes to train: the student with all sizes below it, only the student itself, or these
+ranks."""
 
 _WARM_UP = 0.05  # of the steps, in which the learning rate rises
 _LARGEST_GRADIENT = 1.0
-_KEPT_EVERY = 50  # steps
+_SAVED_EVERY = 50  # steps
+_STAGE = "distillation"
 
 
-def heal(
-    model: nn.Module,
+def distill(
+    student: nn.Module,
+    teacher: nn.Module,
     data: Batches,
     *,
-    teacher: nn.Module,
     steps: int = 500,
     lr: float = 5e-4,
     sizes: Sizes = "below",
     soft_loss: SoftLoss | None = None,
     hidden: Sequence[str] = (),
     seed: int = 0,
-    checkpoint: Path | None = None,
-    progress: Callable[[int, float], None] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    on_progress: OnProgress = lambda done, total, note: None,
 ) -> list[float]:
-    """Train a cut model, in place, to give the outputs of its teacher; returns each step's loss.
+    """Train a low-rank model, in place, to reproduce the outputs of its teacher.
 
-    `data` are batches as for `calibrate`; targets are not looked at, and when the data ends it
-    begins again. `soft_loss(output, teacher)` compares outputs: without one, scores that a
-    transformers model calls `logits` by cross-entropy, any other output by its squared distance;
-    `maestro_lod.sizes.outputs.scores_loss` is for scores that are a plain tensor. The outputs
-    of modules that `hidden` names are compared by their distance too. `sizes` is "below" to train,
-    beside the model, ranks of it that are sampled as LoD does, so that all smaller sizes stay good;
-    "only" to train the model alone; or a list of ranks to be trained in turn. Dropout is off, half
-    precision is healed in float32; BatchNorms keep their statistics while one size is healed, see
-    each batch by itself if there are several, and get statistics of the data at the end.
-    `checkpoint` is a file that is written every 50 steps: with one that is there already, healing
-    goes on. `progress` is told the number of steps that are done, and the loss.
+    Dropout is off; half precision is trained in float32. BatchNorms keep their statistics while one
+    size is trained, use those of each batch if there are several, and get statistics of the data at
+    the end.
+
+    >>> losses = lod.distill(model, original, batches, steps=500)
+
+    Args:
+        student: The low-rank model, which is changed.
+        teacher: The original, which is not.
+        data: Batches (inputs, target), or inputs alone. Targets are not used; when the data ends it
+            is iterated again.
+        steps: The number of steps.
+        lr: The largest learning rate of AdamW.
+        sizes: "below" to train the student and ranks below its own, sampled as by `LoD`, so that
+            all smaller sizes stay good; "only" to train the student alone; or a list of ranks to
+            train in turn.
+        soft_loss: `soft_loss(output, teacher)`. By default what a transformers model calls `logits`
+            is compared by cross-entropy, any other output by its squared distance;
+            `maestro_lod.sizes.outputs.scores_loss` is for class scores that are a plain tensor.
+        hidden: Names of modules whose outputs are compared by their distance too.
+        seed: The seed of sampled ranks.
+        resume: A directory that is written every 50 steps: after a kill, the same call resumes
+            there. The batches must come in the same order each time.
+        on_progress: `on_progress(done, total, note)` gets the number of steps that are done.
+
+    Returns:
+        The loss of each step.
+
+    Raises:
+        DataError: There is no batch.
+        LayerError: The student has no low-rank layer, or a module in `hidden` does not exist.
+        OptionError: An option is not usable, or `resume` belongs to another call.
     """
-    model, data = unwrapped(model), _repeatable(data)
-    lesson = _Lesson(model, unwrapped(teacher), soft_loss, hidden)
-    pupil = _Pupil(model, steps, lr, sizes, seed)
-    with lesson.going_on(several=sizes != "only"), _in_single_precision(model):
-        pupil.go_on_from(checkpoint)
-        for inputs in itertools.islice(_forever(data), len(pupil.losses), steps):
-            pupil.step(*lesson.on(inputs))
-            pupil.keep(checkpoint)
-            if progress is not None:
-                progress(len(pupil.losses), pupil.losses[-1])
-    recalibrate(model, ((split_batch(batch)[0], None) for batch in data))
-    return pupil.losses
+    student, teacher = unwrapped(student), unwrapped(teacher)
+    distillation = Distillation(steps, lr, sizes, soft_loss, tuple(hidden), seed)
+    call = {field.name: getattr(distillation, field.name) for field in fields(distillation)}
+    cache = StageCache(resume, {**call, "student": student, "teacher": teacher})
+    return distillation.run(student, teacher, data, cache, on_progress)
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The settings of a distillation, as `distill` documents them."""
+
+    steps: int = 500
+    lr: float = 5e-4
+    sizes: Sizes = "below"
+    soft_loss: SoftLoss | None = None
+    hidden: tuple[str, ...] = ()
+    seed: int = 0
+
+    def run(
+        self,
+        student: nn.Module,
+        teacher: nn.Module,
+        data: Batches,
+        cache: StageCache,
+        on_progress: OnProgress,
+    ) -> list[float]:
+        """Train a student in place; return the loss of each step."""
+        batches = list(data) if isinstance(data, Iterator) else data
+        loss = DistillationLoss(student, teacher, self.soft_loss, self.hidden)
+        training = _Training(student, self, cache)
+        inputs = _endless_inputs(batches)
+        with loss.attached(several=self.sizes != "only"), _in_single_precision(student):
+            training.resume(inputs)
+            for batch in itertools.islice(inputs, self.steps - len(training.losses)):
+                training.step(batch, *loss.on(batch))
+                on_progress(len(training.losses), self.steps, "distilling")
+        recalibrate(student, ((split_batch(batch)[0], None) for batch in batches))
+        return training.losses
 
 
 def _warm_up(steps: int) -> int:
     return min(steps - 1, max(1, round(_WARM_UP * steps)))
 
 
-class _Lesson:
-    """What a teacher and its pupil say about the same inputs, hidden states included."""
+class DistillationLoss:
+    """The distance of a student's outputs, and hidden states, to a teacher's on the same inputs."""
 
     def __init__(
         self,
-        model: nn.Module,
+        student: nn.Module,
         teacher: nn.Module,
         soft_loss: SoftLoss | None,
         hidden: Sequence[str],
     ) -> None:
-        if teacher is model:
-            raise OptionError("teacher is the model itself: keep a copy of the original for it.")
-        self._model, self._teacher = model, teacher
+        if teacher is student:
+            raise OptionError("teacher is the student itself. Give the original, or a copy of it.")
+        self._student, self._teacher = student, teacher
         self._soft_loss, self._hidden = soft_loss, hidden
-        self._said: dict[tuple[nn.Module, str], Any] = {}
+        self._outputs: dict[tuple[nn.Module, str], Any] = {}
 
     @contextmanager
-    def going_on(self, *, several: bool) -> Iterator[None]:
-        """Put both into the right mode inside the `with` block, and listen."""
+    def attached(self, *, several: bool) -> Iterator[None]:
+        """Set the mode of both models inside the `with` block, and record hidden outputs."""
         with (
             in_mode(self._teacher, training=False),
-            in_mode(self._model, training=False),
+            in_mode(self._student, training=False),
             ExitStack() as hooks,
         ):
-            for module in self._model.modules():
+            for module in self._student.modules():
                 module.training = several and isinstance(module, _BatchNorm)
-            for whole, name in itertools.product((self._teacher, self._model), self._hidden):
-                hooks.callback(self._listen(whole, name))
+            for model, name in itertools.product((self._teacher, self._student), self._hidden):
+                hooks.callback(self._record(model, name))
             yield
 
-    def _listen(self, whole: nn.Module, name: str) -> Callable[[], None]:
-        def heard(module: nn.Module, args: Any, output: Any) -> None:
-            self._said[whole, name] = output
+    def _record(self, model: nn.Module, name: str) -> Callable[[], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._outputs[model, name] = output
 
         try:
-            return whole.get_submodule(name).register_forward_hook(heard).remove
+            return model.get_submodule(name).register_forward_hook(hook).remove
         except AttributeError:
             raise LayerError(f"hidden={name!r}: there is no such module in the model.") from None
 
     def on(self, inputs: Any) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
-        """Return the forward of the pupil on inputs, and its distance to the teacher there."""
-        inputs = on_device(inputs, device_of(self._model))
+        """Return the forward of the student on inputs, and the loss of its output there."""
+        call = ModelInputs.of(inputs).to(device_of(self._student))
         with torch.no_grad():
-            wanted = call(self._teacher, inputs)
-        compare, own = self._soft_loss or soft_loss_for(wanted), tree_map(_single, inputs)
+            target = call.call(self._teacher)
+        soft_loss, own = self._soft_loss or soft_loss_for(target), call.map_tensors(_single)
 
-        def distance(output: Any) -> Tensor:
-            return compare(output, wanted) + self._hidden_loss()
+        def loss(output: Any) -> Tensor:
+            return soft_loss(output, target) + self._hidden_loss()
 
-        return lambda: call(self._model, own), distance
+        return lambda: own.call(self._student), loss
 
     def _hidden_loss(self) -> Tensor | float:
         return sum(
-            values_loss(self._said[self._model, name], self._said[self._teacher, name])
+            values_loss(self._outputs[self._student, name], self._outputs[self._teacher, name])
             for name in self._hidden
         ) / max(1, len(self._hidden))
 
 
 @contextmanager
 def _in_single_precision(model: nn.Module) -> Iterator[None]:
-    """Hold what is half as float32 inside: small steps would be rounded away."""
+    """Hold half precision in float32 inside: small steps would be rounded away."""
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.dtype for tensor in tensors]
     for tensor in tensors:
@@ -158,18 +208,12 @@ def _in_single_precision(model: nn.Module) -> Iterator[None]:
             tensor.data = tensor.data.to(dtype)
 
 
-def _single(value: Any) -> Any:
-    """Return a tensor in at least float32, and anything else as it is."""
-    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-        return value.float()
-    return value
+def _single(tensor: Tensor) -> Tensor:
+    """Return a tensor in at least float32, or unchanged."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _repeatable(data: Batches) -> Iterable[Any]:
-    return list(data) if isinstance(data, Iterator) else data
-
-
-def _forever(data: Iterable[Any]) -> Iterator[Any]:
+def _endless_inputs(data: Iterable[Any]) -> Iterator[Any]:
     """Yield the inputs of all batches, again and again."""
     while True:
         empty = True
@@ -177,64 +221,74 @@ def _forever(data: Iterable[Any]) -> Iterator[Any]:
             empty = False
             yield split_batch(batch)[0]
         if empty:
-            raise DataError("there is nothing to heal on: the data has no batch.")
+            raise DataError("there is nothing to distill on: the data has no batch.")
 
 
-class _Pupil:
-    """A cut model in training, which can be put aside after any step."""
+class _Training:
+    """A student in training, saved every few steps."""
 
-    def __init__(self, model: nn.Module, steps: int, lr: float, sizes: Sizes, seed: int) -> None:
-        require_at_least_one("steps", steps, "healing takes steps")
-        require_nonnegative("lr", lr)
-        self._ranks = {name: layer.rank for name, layer in require_low_rank(model).items()}
-        self._model, self._steps = model, steps
+    def __init__(self, model: nn.Module, settings: Distillation, cache: StageCache) -> None:
+        require_at_least_one("steps", settings.steps, "the number of steps")
+        require_nonnegative("lr", settings.lr)
+        require_low_rank(model)
+        self._model, self._settings, self._cache = model, settings, cache
         trained = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = AdamW(trained, lr, weight_decay=0.0)
-        self._sampled, self._given = None, list[dict[str, int]]()
-        if sizes == "below":
+        self._optimizer = AdamW(trained, settings.lr, weight_decay=0.0)
+        self._sampled, self._ranks = None, list[dict[str, int]]()
+        if settings.sizes == "below":
             self._sampled = LoD(model, self._optimizer, threshold=None, sampling="several",
-                                full_pass=True, seed=seed)  # fmt: skip
+                                full_pass=True, seed=settings.seed)  # fmt: skip
         else:
-            self._given = _ranks_in_turn(model, sizes)
-        self._lr, self._schedule = lr, cosine(steps, warmup=_warm_up(steps))
+            self._ranks = _ranks_in_turn(model, settings.sizes)
+        self._schedule = cosine(settings.steps, warmup=_warm_up(settings.steps))
+        self._data_digest = ""
         self.losses: list[float] = []
 
-    def step(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> None:
+    def step(self, inputs: Any, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> None:
         for group in self._optimizer.param_groups:
-            group["lr"] = self._lr * self._schedule(len(self.losses))
+            group["lr"] = self._settings.lr * self._schedule(len(self.losses))
         self.losses.append(float(self._backward(forward, loss)))
         nn.utils.clip_grad_norm_(self._model.parameters(), _LARGEST_GRADIENT)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._note(inputs)
+        self._save()
 
     def _backward(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> Tensor:
         if self._sampled is not None:
             return self._sampled.backward(forward, loss) / 2
-        with at_ranks(self._model, self._given[len(self.losses) % len(self._given)]):
+        with at_ranks(self._model, self._ranks[len(self.losses) % len(self._ranks)]):
             value = require_finite_loss(loss(forward()))
             value.backward()  # type: ignore[no-untyped-call]
         return value.detach()
+
+    def _note(self, inputs: Any) -> None:
+        """Add the inputs of a step to the digest of the data so far."""
+        if self._cache.is_on:
+            self._data_digest = digest_of([self._data_digest, inputs])
 
     def _parts(self) -> list[Any]:
         sampled = [] if self._sampled is None else [self._sampled]
         return [self._model, self._optimizer, *sampled]
 
-    def keep(self, file: Path | None) -> None:
-        """Write all state to a file, if there is one, now and then and at the end."""
-        if file is None or (len(self.losses) % _KEPT_EVERY and len(self.losses) < self._steps):
+    def _save(self) -> None:
+        """Save all state, every few steps and at the end."""
+        if len(self.losses) % _SAVED_EVERY and len(self.losses) < self._settings.steps:
             return
         states = [part.state_dict() for part in self._parts()]
-        save_state([self._ranks, self.losses, *states], file)
+        self._cache.save(_STAGE, [self.losses, self._data_digest, *states])
 
-    def go_on_from(self, file: Path | None) -> None:
-        """Read all state from a file, if it is there."""
-        if file is None or not file.exists():
+    def resume(self, inputs: Iterator[Any]) -> None:
+        """Load all state, if there is any, and go through the inputs that it was trained on."""
+        if (saved := self._cache.load(_STAGE)) is None:
             return
-        ranks, losses, *states = load_state(file)
-        if ranks != self._ranks or len(losses) > self._steps or len(states) != len(self._parts()):
-            raise CheckpointError(
-                f"{file} is of another healing: of a model with other ranks, of more steps, or of "
-                "other sizes. Remove it."
+        losses, data_digest, *states = saved
+        for batch in itertools.islice(inputs, len(losses)):
+            self._note(batch)
+        if self._data_digest != data_digest:
+            raise OptionError(
+                "the unfinished work to resume is of other data, or of the same batches in another "
+                "order. Repeat that call, or remove the directory."
             )
         for part, state in zip(self._parts(), states, strict=True):
             part.load_state_dict(state)
@@ -246,5 +300,5 @@ def _ranks_in_turn(model: nn.Module, sizes: Sizes) -> list[dict[str, int]]:
         raise OptionError(f"sizes={sizes!r} is not known. Choose 'below' or 'only', or give ranks.")
     given = [{}] if isinstance(sizes, str) else [resolve_for(model, ranks) for ranks in sizes]
     if not given:
-        raise OptionError("sizes=[] leaves nothing to heal. Give ranks, 'below' or 'only'.")
+        raise OptionError("sizes=[] leaves nothing to train. Give ranks, 'below' or 'only'.")
     return given

@@ -1,4 +1,4 @@
-"""Which layers get the ranks: of all that fit a cost, those that lose the least."""
+"""Rank allocation: the ranks within a cost limit that lose the least."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Allocation:
 def allocation(
     model: nn.Module, costs: Costs, kind: str, *, most: int, min_rank: int = 1
 ) -> Allocation:
-    """Return how a model's ranks are best spent on "params" or "macs", by its own weights."""
+    """Return the best ranks of a model within a limit on "params" or "macs", by its own weights."""
     return Allocation(
         {name: lost_energy(layer) for name, layer in low_rank_layers(model).items()},
         rank_choices(model, min_rank),
@@ -95,7 +95,7 @@ def allocation(
 
 
 def rank_choices(model: nn.Module, min_rank: int = 1) -> dict[str, range]:
-    """Return the ranks that each layer can be cut to; one that is frozen keeps what it has."""
+    """Return the ranks that each layer can be cut to; a frozen layer keeps its own."""
     return {name: _choice(layer, min_rank) for name, layer in low_rank_layers(model).items()}
 
 
@@ -114,7 +114,7 @@ def frozen_layers(model: nn.Module) -> list[str]:
 
 
 def smallest_cost(model: nn.Module, costs: Costs, kind: str, min_rank: int = 1) -> int:
-    """Return what the model costs at least, every layer at the rank that is cheapest for it."""
+    """Return the least cost of the model, every layer at its cheapest rank."""
     return int(getattr(costs.rest, kind)) + sum(
         min(int(getattr(costs.layer(name, rank), kind)) for rank in choice)
         for name, choice in rank_choices(model, min_rank).items()

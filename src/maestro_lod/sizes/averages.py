@@ -1,4 +1,4 @@
-"""Averaged copies of a model, which have to follow when its ranks change."""
+"""Checks for averaged copies of a model, which must change along with its ranks."""
 
 from __future__ import annotations
 

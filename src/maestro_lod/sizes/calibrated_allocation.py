@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import require_low_rank, unwrapped
 from maestro_lod.model.cost import Costs
+from maestro_lod.model.inputs import Objective
 from maestro_lod.model.limits import require_limits
 from maestro_lod.sizes.allocation import Allocation
 from maestro_lod.sizes.calibration import Calibration
 from maestro_lod.sizes.frontier_search import frontier
-from maestro_lod.sizes.replay import Loss
 
 _MOST_RANKS = 256  # of a layer that are considered, evenly spread
 _EXPONENTS = (1.0, 0.75, 0.5)
@@ -29,13 +29,30 @@ as estimated, below it less, since what many layers lose together does not quite
 
 
 def choose_ranks(
-    model: nn.Module, calibration: Calibration, *, max_params: float, loss: Loss | None = None
+    model: nn.Module,
+    calibration: Calibration,
+    *,
+    max_params: float,
+    objective: Objective | None = None,
 ) -> dict[str, int]:
     """Return the ranks of a decomposed model that lose least within a limit; changes nothing.
 
-    `max_params` is a number, or as a float a share of the dense model's parameters. Calibration
-    with a loss tells what each layer matters; without one all count the same. With `loss(model)`,
-    as for `frontier`, several allocations are measured on its batch and the best is returned.
+    >>> ranks = lod.choose_ranks(model, calibration, max_params=0.5)
+
+    Args:
+        model: The decomposed model.
+        calibration: The calibration that it was decomposed with. With a loss it weights layers by
+            their effect on that loss; without one all layers count the same.
+        max_params: The most parameters: a number, or as a float a share of the dense model's.
+        objective: `objective(model)`, as for `frontier`. With it several allocations are measured,
+            and the best is returned.
+
+    Returns:
+        The ranks by layer.
+
+    Raises:
+        LayerError: The model has no low-rank layer, or one that was not calibrated.
+        OptionError: The limit is not usable or cannot be reached.
     """
     model = unwrapped(model)
     layers = require_low_rank(model)
@@ -43,11 +60,11 @@ def choose_ranks(
     stored = {name: energies[name][: layer.rank] for name, layer in layers.items()}
     chosen = [
         ranks_within(max_params, costs, stored, exponent)
-        for exponent in (_EXPONENTS if loss else _EXPONENTS[:1])
+        for exponent in (_EXPONENTS if objective else _EXPONENTS[:1])
     ]
-    if loss is None or chosen.count(chosen[0]) == len(chosen):
+    if objective is None or chosen.count(chosen[0]) == len(chosen):
         return chosen[0]
-    measured = frontier(model, loss, ranks=chosen, cost="params").points[1:]
+    measured = frontier(model, objective, ranks=chosen, cost="params").points[1:]
     return dict(min(measured, key=lambda point: point.loss).ranks)
 
 

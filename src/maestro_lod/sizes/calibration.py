@@ -1,24 +1,30 @@
-"""What the layers of a model see: second moments of their inputs, in one streaming pass."""
+"""Calibration: second moments of the inputs of a model's layers, in one pass over some batches."""
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from maestro_lod.errors import DataError, LayerError, listed
-from maestro_lod.files.stage_cache import Kept
-from maestro_lod.files.state import load_state, save_state
+from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import unwrapped
 from maestro_lod.layers.registry import low_rank_type
-from maestro_lod.model.inputs import Loss, call, device_of, in_mode, on_device, split_batch
+from maestro_lod.model.inputs import (
+    Loss,
+    ModelInputs,
+    device_of,
+    in_mode,
+    on_device,
+    split_batch,
+)
 from maestro_lod.model.structure import Fill, uninitialized
 from maestro_lod.model.structure import svd as by_weights
 from maestro_lod.model.survey import Plan, Tied, Where
@@ -30,20 +36,21 @@ Batches: TypeAlias = Iterable[Any]
 keyword arguments."""
 
 
-_KEPT_EVERY = 60.0  # seconds
+_SAVED_EVERY = 60.0  # seconds
 _LEAST_WORK = 20  # times what it took to write the moments, before they are written again
+_PARTIAL = "calibrating"  # the name of unfinished moments in the cache
 
 
 class Calibration:
-    """What the layers of a model see, by name; made by `calibrate`."""
+    """Moments of the inputs of a model's layers, by name; made by `calibrate`."""
 
-    def __init__(self, layers: Mapping[str, LowRank], kept: Kept | None = None) -> None:
-        self._layers, self._kept = dict(layers), kept or Kept()
+    def __init__(self, layers: Mapping[str, LowRank], cache: StageCache | None = None) -> None:
+        self._layers, self._cache = dict(layers), cache or StageCache()
         self.moments = {name: Moments() for name in layers}
 
     @property
     def unseen(self) -> list[str]:
-        """What no sample reached, layers and experts of layers: split by their weights alone."""
+        """Layers and experts that no sample reached; they are decomposed by their weights alone."""
         found = []
         for name, seen in self.moments.items():
             reached = [] if seen.reached is None else seen.reached.tolist()
@@ -55,11 +62,11 @@ class Calibration:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a loss said how much errors count, of every layer: then they can be compared."""
+        """Whether every layer has gradients of a loss, so that layers can be compared."""
         return all(seen.has_gradients for seen in self.moments.values())
 
     def fill(self) -> Fill:
-        """Return what makes low-rank layers of dense ones by what was seen."""
+        """Return a function that decomposes dense layers by their moments."""
 
         def filled(name: str, dense: nn.Module, rank: int) -> LowRank:
             seen, kind = self._of(name), low_rank_type(type(dense))
@@ -69,7 +76,7 @@ class Calibration:
             return kind.from_dense(
                 dense,
                 rank,
-                split=lambda w, r: self._kept.part(
+                split=lambda w, r: self._cache.get_or_compute(
                     f"{name} at rank {r}", lambda: whitened_factors(w, r, seen.inputs, seen.outputs)
                 ),
             )
@@ -107,61 +114,99 @@ def calibrate(
     skip: Where | None = None,
     tied: Tied = "keep",
     memory: int = 2**31,
-    kept: Kept | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> Calibration:
-    """Run a dense model over batches and return what its layers see; changes nothing.
+    """Run a dense model over batches and collect moments of its layers; changes nothing.
 
-    With `loss(output, target)` the gradients of each layer's outputs are seen too: errors then
-    count by what they do to the loss, and layers can be compared. Moments that take more than
-    `memory` bytes are made part by part, each in a pass over the batches, and wait in temporary
-    files. Layers that no batch reaches, and experts without tokens, are named in a warning and will
-    be split by their weights alone; values that are not finite are refused. Moments and factors are
-    `kept` if that is given.
+    Layers that no batch reaches, and experts without tokens, are named in a warning and will be
+    decomposed by their weights alone.
+
+    >>> seen = lod.calibrate(model, batches)
+    >>> lod.decompose(model, calibration=seen)
+
+    Args:
+        model: The dense model.
+        batches: Batches (inputs, target), or inputs alone.
+        loss: `loss(output, target)`. With it gradients of the layers' outputs are collected too:
+            errors then count by their effect on the loss, and layers can be compared.
+        only: The layers to calibrate, as for `decompose`.
+        skip: The layers to leave out, as for `decompose`.
+        tied: What happens to layers that share a weight, as for `decompose`.
+        memory: The most bytes of moments that are held at once. What takes more is made part by
+            part, each in a pass over the batches, and waits in temporary files.
+        resume: A directory for finished work: after a kill, the same call resumes there. The
+            batches must come in the same order each time.
+
+    Returns:
+        The calibration, for `decompose` and `choose_ranks`.
+
+    Raises:
+        LayerError: No layer can be calibrated, or a layer sees values that are not finite.
+        DataError: There is no batch.
+        OptionError: The directory `resume` belongs to another call.
     """
     model = unwrapped(model)
     plan = Plan(model, only=only, skip=skip, ranks=None, tied=tied)
+    data = list(batches) if isinstance(batches, Iterator) else batches
+    call = {"model": model, "layers": [*plan.wanted()], "tied": tied, "loss": loss}
+    call |= {"data": [*data] if resume is not None else None}
+    return calibrate_plan(
+        model, plan, data, loss=loss, memory=memory, cache=StageCache(resume, call), stacklevel=3
+    )
+
+
+def calibrate_plan(
+    model: nn.Module,
+    plan: Plan,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None,
+    cache: StageCache,
+    memory: int = 2**31,
+    stacklevel: int = 2,
+) -> Calibration:
+    """Calibrate the layers that a plan decomposes; the moments are kept in a cache."""
     layers = {name: uninitialized(name, plan.dense[name], 0) for name in plan.wanted()}
     if not layers:
         raise LayerError(f"no layer of {type(model).__name__} can be calibrated.")
-    data = list(batches) if isinstance(batches, Iterator) else batches
-    found, kept = Calibration(layers, kept), kept or Kept()
-    unfinished = _Unfinished(kept.file("calibrating"))
-    moments = kept.part(
-        "calibration", lambda: _seen(model, plan, layers, data, loss, memory, unfinished)
+    calibration = Calibration(layers, cache)
+    moments = cache.get_or_compute(
+        "calibration", lambda: _moments(model, plan, layers, batches, loss, memory, cache)
     )
-    unfinished.remove()
-    found.moments = {name: Moments(**of) for name, of in moments.items()}
-    if found.unseen:
+    cache.remove(_PARTIAL)
+    calibration.moments = {name: Moments(**values) for name, values in moments.items()}
+    if calibration.unseen:
         warnings.warn(
-            f"no calibration sample reached {listed(found.unseen)}: split by weights alone.",
-            stacklevel=2,
+            f"no calibration sample reached {listed(calibration.unseen)}: split by weights alone.",
+            stacklevel=stacklevel,
         )
-    return found
+    return calibration
 
 
-def _seen(
+def _moments(
     model: nn.Module,
     plan: Plan,
     layers: Mapping[str, LowRank],
-    batches: Batches,
+    batches: Iterable[Any],
     loss: Loss | None,
     memory: int,
-    unfinished: _Unfinished,
+    cache: StageCache,
 ) -> dict[str, dict[str, Any]]:
     """Return the moments of all layers, as plain values."""
     moments = {name: Moments() for name in (*layers, *plan.heads)}
     parts = list(_parts(layers, memory, gradients=loss is not None))
-    done, first = unfinished.read(moments, parts, device_of(model))
+    partial = _Partial(cache)
+    done, first = partial.load(moments, parts, device_of(model))
     for number, part in enumerate(parts):
         if number >= done:
             observer = Observer(model, plan, part, moments, gradients=loss is not None)
-            write = functools.partial(unfinished.write, moments, parts, number)
-            _pass(observer, batches, loss, first if number == done else 0, write)
+            save = functools.partial(partial.save, moments, parts, number)
+            _pass(observer, batches, loss, first if number == done else 0, save)
         for name in part if len(parts) > 1 else ():
             moments[name].to_disk()
     for head, embedding in plan.heads.items():
         moments[embedding].join_head(moments.pop(head))
-    return {name: vars(of) for name, of in moments.items()}
+    return {name: vars(values) for name, values in moments.items()}
 
 
 def _parts(
@@ -200,7 +245,7 @@ def _pass(
             observer.batch = number
             inputs, target = split_batch(batch)
             with torch.set_grad_enabled(loss is not None):
-                output = call(model, on_device(inputs, device))
+                output = ModelInputs.of(inputs).to(device).call(model)
                 if loss is not None:
                     observer.differentiate(loss(output, on_device(target, device)))
             after(number + 1)
@@ -208,36 +253,32 @@ def _pass(
         raise DataError("there is nothing to calibrate on: the data has no batch.")
 
 
-class _Unfinished:
-    """The moments after a number of batches, in a file, so that the next call goes on from them."""
+class _Partial:
+    """The moments after a number of batches, so that a killed calibration resumes from them."""
 
-    def __init__(self, file: Path | None) -> None:
-        self._file, self._due = file, time.monotonic() + _KEPT_EVERY
+    def __init__(self, cache: StageCache) -> None:
+        self._cache, self._due = cache, time.monotonic() + _SAVED_EVERY
 
-    def write(
+    def save(
         self, moments: Mapping[str, Moments], parts: list[dict[str, LowRank]], done: int, seen: int
     ) -> None:
-        """Write the moments after `done` parts and a number of batches, if it is time to."""
-        if self._file is None or (began := time.monotonic()) < self._due:
+        """Save the moments after `done` parts and a number of batches, if it is time to."""
+        if (began := time.monotonic()) < self._due:
             return
-        values = {name: vars(of) for name, of in moments.items()}
-        save_state([[[*part] for part in parts], done, seen, values], self._file)
+        values = {name: vars(one) for name, one in moments.items()}
+        self._cache.save(_PARTIAL, [[[*part] for part in parts], done, seen, values])
         now = time.monotonic()
-        self._due = now + max(_KEPT_EVERY, _LEAST_WORK * (now - began))
+        self._due = now + max(_SAVED_EVERY, _LEAST_WORK * (now - began))
 
-    def read(
+    def load(
         self, moments: Mapping[str, Moments], parts: list[dict[str, LowRank]], device: torch.device
     ) -> tuple[int, int]:
-        """Read moments, if they are there; return how many parts and batches they are after."""
-        if self._file is None or not self._file.exists():
+        """Load moments, if there are any; return how many parts and batches they are after."""
+        if (saved := self._cache.load(_PARTIAL)) is None:
             return 0, 0
-        names, done, seen, values = load_state(self._file)
+        names, done, seen, values = saved
         if names != [[*part] for part in parts]:  # made within other limits of memory
             return 0, 0
-        for name, of in values.items():
-            vars(moments[name]).update(on_device(of, device))
+        for name, one in values.items():
+            vars(moments[name]).update(on_device(one, device))
         return done, seen
-
-    def remove(self) -> None:
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)

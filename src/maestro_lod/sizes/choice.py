@@ -1,4 +1,4 @@
-"""Which size of a frontier to deploy, and in which form each of its layers."""
+"""Choice of a size to deploy, and of the form of each of its layers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from maestro_lod.layers.ranks import ranks as ranks_of
 from maestro_lod.model.cost import Costs, better_forms, cost_of
 from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import Example
-from maestro_lod.model.limits import Point, require_limits
+from maestro_lod.model.limits import Size, require_limits
 from maestro_lod.model.macs import dense_macs
 from maestro_lod.model.surgery import extract
-from maestro_lod.sizes.latency import latency, round_ranks
-from maestro_lod.sizes.measured import Latency
+from maestro_lod.sizes.latency import Latency, latency, round_ranks
 
-Judge = Callable[[Mapping[str, int]], Point]
+Judge = Callable[[Mapping[str, int]], Size]
 """Evaluates a submodel that was not searched: ranks in, loss and accuracy out."""
 
 
@@ -33,19 +32,19 @@ def choose(
     multiple: int | None = None,
     judge: Judge | None = None,
     *,
-    fast: bool = False,
-) -> tuple[dict[str, int], Point | None, nn.Module]:
+    prefer_speed: bool = False,
+) -> tuple[dict[str, int], Size | None, nn.Module]:
     """Choose the best size within limits, or the model as it was trained if there are none.
 
-    Returns the ranks, the point that was chosen if one was, and the plain model.
+    Returns the ranks, the size that was chosen (None without limits), and the extracted model.
     """
     if limits:
         require_limits(limits)
         if sizes is None:
             raise OptionError(f"{listed(limits)} need sizes to choose from: frontier(…).")
-    if not (low_rank_layers(model) or limits or fast or multiple):
+    if not (low_rank_layers(model) or limits or prefer_speed or multiple):
         return {}, None, copy.deepcopy(model)
-    measured = latency(model, example) if fast or "max_latency" in limits else None
+    measured = latency(model, example) if prefer_speed or "max_latency" in limits else None
     if not limits or sizes is None:
         ranks = ranks_of(model)
         if multiple is not None:
@@ -78,9 +77,9 @@ class Choice:
         self.sizes.point(**self.limits)  # refuses limits that no size meets even as it was found
         self.costs = Costs(self.model, dense_macs(self.model, self.example))
 
-    def best(self) -> tuple[Point, nn.Module]:
-        """Return the best size that is within the limits as it is deployed, and its plain model."""
-        tried: list[Point] = []
+    def best(self) -> tuple[Size, nn.Module]:
+        """Return the best size that is within the limits when deployed, and its extracted model."""
+        tried: list[Size] = []
         for point in self.sizes.within(self.limits):
             ranks = point.ranks
             if self.multiple is not None:
@@ -104,14 +103,14 @@ class Choice:
             f"limits{', or another multiple to round to' if self.multiple else ''}."
         )
 
-    def _in_forms(self, point: Point) -> tuple[Point, dict[str, PlainForm]]:
+    def _in_forms(self, point: Size) -> tuple[Size, dict[str, PlainForm]]:
         """Choose the form of each layer.
 
         Returns the point with the costs of this, whether or not it is within the limits.
         """
         forms, measured = better_forms(self.model, point.ranks), self.measured
 
-        def in_forms(forms: Mapping[str, PlainForm]) -> Point:
+        def in_forms(forms: Mapping[str, PlainForm]) -> Size:
             seconds = None if measured is None else measured.predict(point.ranks, forms=forms)
             return replace(point, latency=seconds, **asdict(self.costs.at(point.ranks, forms)))
 
@@ -126,6 +125,6 @@ class Choice:
                     forms = tried
         return in_forms(forms), forms
 
-    def _holds(self, point: Point, limits: Mapping[str, float]) -> bool:
-        """Say whether a point is within limits; shares are of the frontier's dense model."""
+    def _holds(self, point: Size, limits: Mapping[str, float]) -> bool:
+        """Return whether a size is within limits; shares are of the frontier's dense model."""
         return bool(replace(self.sizes, points=(point,)).within(limits))

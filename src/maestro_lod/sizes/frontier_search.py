@@ -1,4 +1,4 @@
-"""Which ranks to keep: from one model, the best submodel for every cost."""
+"""Frontier search: from one model, the best submodel for every cost."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any, Literal
 from torch import nn
 
 from maestro_lod.errors import LayerError, OptionError, listed, nearest, require_whole
+from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
 from maestro_lod.model.cost import Costs
 from maestro_lod.model.frontier import Frontier
-from maestro_lod.model.inputs import Example, require_number
-from maestro_lod.model.limits import Point
+from maestro_lod.model.inputs import Example, Objective, require_number
+from maestro_lod.model.limits import Size
 from maestro_lod.model.macs import DenseMacs, dense_macs
-from maestro_lod.progress import Telling
-from maestro_lod.sizes.journal import Journal
-from maestro_lod.sizes.replay import Loss, Replay, alone_with
+from maestro_lod.progress import OnProgress, Telling
+from maestro_lod.sizes.replay import Replay, alone_with
 from maestro_lod.sizes.strategies import METHODS, Search, Submodel, at_given_ranks
 
-__all__ = ["Frontier", "Point", "frontier"]
+__all__ = ["Frontier", "Size", "frontier"]
 
 
 def frontier(
     model: nn.Module,
-    loss: Loss,
+    objective: Objective,
     *,
     method: str = "look-ahead",
     ranks: Sequence[Mapping[str, int | float]] | None = None,
@@ -37,49 +37,63 @@ def frontier(
     exact: bool = False,
     example: Example | None = None,
     accuracy: Callable[[nn.Module], float] | None = None,
-    until: float | Callable[[Point], bool] | None = None,
-    progress: Callable[[int, float], None] | None = None,
+    until: float | Callable[[Size], bool] | None = None,
+    on_progress: OnProgress | None = None,
     resume: str | os.PathLike[str] | None = None,
     memory: int = 2**31,
 ) -> Frontier:
     """Search the best submodels of a low-rank model, from its own ranks down; changes nothing.
 
-    `loss(model)` evaluates the model on one large fixed batch, and so does `accuracy(model)` for
-    each submodel on data of its own. Both get the model without gradients and dropout, and with
-    norms that use the statistics of the batch; all that they do to it is undone.
+    `objective` and `accuracy` get the model without gradients and dropout, and with norms that use
+    the statistics of the batch; all that they do to it is undone.
 
-    >>> found = frontier(model, lambda m: F.cross_entropy(m(x), y))
-    >>> small = extract(model, found.pick(max_macs=0.25))
+    >>> found = lod.frontier(model, lambda m: F.cross_entropy(m(x), y))
+    >>> small = lod.extract(model, found.pick(max_macs=0.25))
 
-    `method`: "greedy" always cuts the layer whose cut raises the loss least (the paper's search),
-    by `step` of its ranks; "look-ahead" begins like "greedy", and once the loss rises takes the cut
-    that raises it least per saved cost, of any size, and keeps what it measures on the way. Both
-    evaluate only the candidates that may be best, or with `exact` all of them before each cut.
-    `ranks` evaluates
-    these instead of a search, such as those that other runs ended with.
+    Args:
+        model: The low-rank model.
+        objective: `objective(model)`: the loss of the model on one large fixed batch.
+        method: "greedy" always cuts the layer whose cut raises the loss least (the paper's search),
+            by `step` of its ranks. "look-ahead" begins like "greedy"; once the loss rises it takes
+            the cut, of any size, that raises it least per saved cost, and keeps what it measures on
+            the way. Both evaluate only the candidates that may be best.
+        ranks: Ranks to evaluate instead of a search, such as those that other runs ended with.
+        cost: The cost to save: "macs" or "params".
+        step: The share of a layer's ranks in one step of "greedy".
+        exact: Whether to evaluate all candidates before each cut.
+        example: An input to count MACs for; by default the batch that `objective` evaluates.
+        accuracy: `accuracy(model)`: a share between 0 and 1, evaluated for each submodel.
+        until: The share of the dense cost at which the search ends, or a function that returns True
+            for the first submodel to end at.
+        on_progress: `on_progress(done, total, note)` gets the saved share of the dense cost in
+            percent, 100, and the number of submodels so far.
+        resume: A directory for what the search has measured: after a kill, the same call resumes
+            there, with the same result.
+        memory: The most bytes of outputs that are remembered to save time.
 
-    `cost` is what to save, "macs" or "params". MACs are counted for `example` or, without one, for
-    the batch that `loss` evaluates. `until` ends the search at this share of the dense cost, or at
-    the first submodel for which it returns True. `progress` is told how many submodels there are
-    and the last one's share of the dense cost. `resume` is a file in which the search keeps what it
-    has learnt: a search that was killed goes on from there, with the same result. `memory` limits
-    the bytes of outputs that are remembered to save time.
+    Returns:
+        The submodels and their costs, from the model's own ranks down.
+
+    Raises:
+        LayerError: The model has no low-rank layer, or none with a cheaper rank.
+        OptionError: An option is not usable, the objective is not a finite number or differs from
+            call to call, or `resume` belongs to another call.
     """
     model = unwrapped(model)
     _require_options(method, cost, step, until)
     require_whole("memory", memory)
     require_low_rank(model)
     maps = None if ranks is None else [resolve_for(model, given_ranks) for given_ranks in ranks]
-    replay = Replay(model, loss, memory=memory)
+    replay = Replay(model, objective, memory=memory)
     costs = Costs(model, _macs(model, example, replay, needed=cost == "macs"))
     used = method if maps is None else "given"
-    about: dict[str, Any] = {"method": used, "cost": cost, "step": step, "exact": exact}
-    about |= {"ranks": replay.ranks, "loss": replay.loss}
-    with Journal(resume, about) as journal:
-        search = Search(replay, costs, cost, step, journal)
+    call: dict[str, Any] = {"method": used, "cost": cost, "step": step, "exact": exact}
+    call |= {"given ranks": maps, "ranks": replay.ranks, "loss": replay.loss, "model": model}
+    with StageCache(resume, call).answers("search") as answers:
+        search = Search(replay, costs, cost, step, answers)
         steps = at_given_ranks(search, maps) if maps is not None else _steps(search, method, exact)
         points = []
-        for point, share in _measured(search, steps, accuracy, progress or _usual_progress()):
+        for point, share in _measured(search, steps, accuracy, on_progress or _usual_progress()):
             points.append(point)
             if until is not None and (until(point) if callable(until) else share <= until):
                 break
@@ -88,7 +102,7 @@ def frontier(
 
 
 def _steps(search: Search, method: str, exact: bool) -> Iterator[Submodel]:
-    """Begin a search, or refuse one in which no layer can go down."""
+    """Begin a search, or refuse one in which no layer has a cheaper rank."""
     if all(len(ladder) == 1 for ladder in search.ladders.values()):
         raise LayerError(
             f"no low-rank layer of {type(search.replay.model).__name__} has a rank at which it has "
@@ -102,12 +116,13 @@ def _measured(
     search: Search,
     steps: Iterable[Submodel],
     accuracy: Callable[[nn.Module], float] | None,
-    progress: Callable[[int, float], None],
-) -> Iterator[tuple[Point, float]]:
+    on_progress: OnProgress,
+) -> Iterator[tuple[Size, float]]:
     """Yield the model as it is and the submodels of a search, with shares of the dense cost."""
-    for count, (ranks, loss) in enumerate(itertools.chain([search.here], steps), 1):
+    for count, (ranks, loss) in enumerate(itertools.chain([search.current], steps), 1):
         point, share = _point(search, ranks, loss, accuracy), search.share(ranks)
-        progress(count, share)
+        saved, sizes = max(0.0, 1.0 - share), f"{count} size{'s' * (count > 1)}"
+        on_progress(round(100 * saved), 100, f"{sizes}, down to {share:.2f}×")
         yield point, share
 
 
@@ -116,7 +131,7 @@ def _point(
     ranks: dict[str, int],
     loss: float,
     accuracy: Callable[[nn.Module], float] | None,
-) -> Point:
+) -> Size:
     model, share = search.replay.model, None
     if accuracy is not None:
 
@@ -127,8 +142,8 @@ def _point(
                 raise OptionError(f"accuracy returned {value!r}. Return a share between 0 and 1.")
             return value
 
-        share = search.journal.answer({"accuracy at": ranks}, measure)
-    return Point(ranks, loss, share, **asdict(search.costs.at(ranks)))
+        share = search.answers.answer({"accuracy at": ranks}, measure)
+    return Size(ranks, loss, share, **asdict(search.costs.at(ranks)))
 
 
 def _macs(
@@ -139,8 +154,8 @@ def _macs(
     if call is None:
         if needed:
             raise OptionError(
-                "loss did not call the model itself, so its MACs are not known. Give an example= "
-                "of its input, or cost='params'."
+                "objective did not call the model itself, so its MACs are not known. Give an "
+                "example= of its input, or cost='params'."
             )
         return None
     try:
@@ -152,7 +167,7 @@ def _macs(
 
 
 def require_method(method: str) -> None:
-    """Refuse a way to search that there is not."""
+    """Refuse a search method that does not exist."""
     if method not in METHODS:
         raise OptionError(
             f"method={method!r} is not known.{nearest(str(method), METHODS)} Choose one of "
@@ -160,10 +175,10 @@ def require_method(method: str) -> None:
         )
 
 
-def _usual_progress() -> Callable[[int, float], None]:
-    """Return who is told how far a search has come if nobody else is."""
+def _usual_progress() -> OnProgress:
+    """Return what reports the progress of a search by default."""
     tell = Telling("frontier")
-    return lambda count, share: tell(lambda: f"{count} sizes, down to {share:.2f}×")
+    return lambda done, total, note: tell(lambda: note)
 
 
 def _require_options(method: str, cost: str, step: float, until: object) -> None:
@@ -177,5 +192,5 @@ def _require_options(method: str, cost: str, step: float, until: object) -> None
     if not isinstance(until, numbers.Real) or not 0.0 < float(until) < 1.0:
         raise OptionError(
             f"until={until!r} must be a share of the dense cost, between 0 and 1, or a function "
-            "of a Point that returns True to stop."
+            "of a Size that returns True to stop."
         )

@@ -1,4 +1,4 @@
-"""What a layer costs in time on this machine: dense beside factored, at a few ranks.
+"""Latency of layers on this machine: the dense form and the factored form at a few ranks.
 
 Fewer parameters are not always faster: two small products move more memory than one, and calls
 have a price of their own. So each layer is measured in both plain forms, on inputs of the shapes
@@ -10,40 +10,209 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
 from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank, PlainForm
-from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve_for, unwrapped
+from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve, resolve_for, unwrapped
 from maestro_lod.layers.uses import Use, uses_of
-from maestro_lod.model.inputs import Call, Example, as_call, device_of, in_mode
+from maestro_lod.model.inputs import Example, ModelInputs, device_of, drawn, in_mode
 from maestro_lod.model.surgery import extract
-from maestro_lod.sizes.measured import Latency, LayerLatency, RankTiming
-from maestro_lod.sizes.timing import batch_of, drawn, drawn_call, interleaved, ratios, run
+from maestro_lod.sizes.timing import interleaved, ratios, run
+from maestro_lod.text import Table, Tabular
 
 _POINTS = 4  # ranks per layer: break-even or the stored rank, and halves of it
 _WHOLE = "the dense model"  # keys of what is timed: this, and (layer, rank)
 _DENSE = 0  # the rank in the key of a layer's dense form
+MOST_NOISE = 0.05
+"""A measurement that scatters more than this does not excuse a layer that is slower by more."""
+
+
+@dataclass(frozen=True)
+class RankTiming:
+    """The factored form at one rank, relative to the dense form of the same layer."""
+
+    rank: int
+    ratio: float
+    """Time of the factored form over that of the dense form: the median over the rounds."""
+    noise: float
+    """How far that median may be off: the interquartile range of the rounds over √rounds."""
+
+
+@dataclass(frozen=True)
+class LayerLatency:
+    """One low-rank layer: seconds of its dense form in one forward, and the factored ones."""
+
+    rank: int
+    full_rank: int
+    break_even: int
+    """The largest rank at which the factors have no more weights than the dense form; 0 if there
+    is no factored form. Above it nothing is measured: dense has less of everything."""
+    dense: float
+    points: tuple[RankTiming, ...]
+    """By rank, ascending; empty if the layer did not run or has no factored form."""
+
+    def at(self, rank: int) -> RankTiming:
+        """Return the factored form at a rank up to break-even, interpolated between points.
+
+        Below the smallest measured rank its time is taken, which is an upper bound.
+        """
+        rank = max(rank, 1)  # one rank of zeros stands in for none
+        below = [point for point in self.points if point.rank <= rank]
+        above = [point for point in self.points if point.rank >= rank]
+        if not self.points:  # it did not run, so no form is slower
+            return RankTiming(rank, 1.0, 0.0)
+        if not below or not above:
+            nearest_point = above[0] if above else below[-1]
+            return RankTiming(rank, nearest_point.ratio, nearest_point.noise)
+        low, high = below[-1], above[0]
+        share = (rank - low.rank) / max(high.rank - low.rank, 1)
+        ratio = low.ratio + share * (high.ratio - low.ratio)
+        return RankTiming(rank, ratio, max(low.noise, high.noise))
+
+    def choose(self, rank: int) -> PlainForm:
+        """Return the faster form; within the noise the one with fewer weights, factored."""
+        if rank > self.break_even:
+            return "dense"
+        point = self.at(rank)
+        return "factored" if point.ratio <= 1 + min(point.noise, MOST_NOISE) else "dense"
+
+    def seconds(self, rank: int, form: PlainForm | None = None) -> float:
+        """Return the time at a rank, of the chosen form or of another one."""
+        factored = (form or self.choose(rank)) == "factored"
+        return self.dense * (self.at(rank).ratio if factored else 1.0)
+
+
+@dataclass(frozen=True)
+class Latency(Tabular):
+    """The result of `latency`, for `fuse` and `extract` as `by=`."""
+
+    dense: float
+    """Seconds of one forward of the whole model with every layer dense."""
+    layers: dict[str, LayerLatency]
+    batch: int
+    """The leading dimension of the example: the batch size that all of this is true for."""
+    rounds: int
+    threads: int
+    dtype: str
+    device: str
+    torch: str
+
+    def choose(self, name: str, rank: int) -> PlainForm:
+        """Return the form of a layer that is not slower than its dense form at this rank."""
+        if name not in self.layers:
+            raise LayerError(
+                f"{name or '(the model itself)'} was not measured.{nearest(name, self.layers)} "
+                f"Measured: {listed(self.layers)}. Call latency on the model that you extract."
+            )
+        return self.layers[name].choose(rank)
+
+    def predict(
+        self, ranks: Ranks | None = None, *, forms: Mapping[str, PlainForm] | None = None
+    ) -> float:
+        """Return the seconds that the model extracted at these ranks should take; above 0.
+
+        Each layer has the form that was chosen by this, or that of `forms`. The dense model as a
+        whole was measured; what its layers gain is added up.
+        """
+        limits = {name: (layer.rank, layer.full_rank) for name, layer in self.layers.items()}
+        chosen = {name: layer.rank for name, layer in self.layers.items()}
+        chosen |= resolve(ranks, limits) if ranks is not None else {}
+        gained = sum(
+            layer.dense - layer.seconds(chosen[name], (forms or {}).get(name))
+            for name, layer in self.layers.items()
+        )
+        alone = sum(layer.dense for layer in self.layers.values())
+        # noise may make the layers alone slower than the whole, which cannot gain more than it has
+        return self.dense - gained * min(1.0, self.dense / alone if alone else 1.0)
+
+    @property
+    def method(self) -> str:
+        """How it was measured, in one line."""
+        return (
+            f"batch {self.batch}, {self.threads} threads, {self.dtype}, {self.device}, torch "
+            f"{self.torch}; medians of {self.rounds} interleaved rounds in inference mode"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Latency:
+        """Return what `to_dict` was given; refuse data of another shape."""
+        try:
+            layers = {
+                str(name): LayerLatency(
+                    **{**layer, "points": tuple(RankTiming(**point) for point in layer["points"])}
+                )
+                for name, layer in data["layers"].items()
+            }
+            return cls(**{**data, "layers": layers})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"this is no measured latency ({error!r}).") from error
+
+    def table(self) -> Table:
+        """Return each layer, dense and factored, and the whole model."""
+        rows = []
+        for name, layer in self.layers.items():
+            ranks = range(1, min(layer.rank, layer.break_even) + 1)
+            pays = [rank for rank in ranks if layer.choose(rank) == "factored"]
+            cells = "  ".join(
+                f"{p.rank}: {p.ratio:.2f}{'≈' if abs(p.ratio - 1) <= p.noise else ''}"
+                for p in layer.points
+            )
+            faster = f"up to {max(pays)}" if pays else "never"
+            rows.append(
+                (name or "(the model itself)", f"{layer.rank}/{layer.full_rank}",
+                 _seconds_as_text(layer.dense), cells, faster)
+            )  # fmt: skip
+        rows.append(("dense model", "", _seconds_as_text(self.dense), "", ""))
+        rows.append(("extracted", "", _seconds_as_text(self.predict()), "", "predicted"))
+        header = ("layer", "rank", "dense", "factored at rank, × dense", "factored pays")
+        return Table(header, rows, (1, 2), f"{self.method}; ≈ within the noise")
+
+
+def _seconds_as_text(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
+
+
+# -- measuring ---------------------------------------------------------------------------------
 
 
 def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
-    """Measure every low-rank layer dense and factored on this machine; the model is untouched.
+    """Measure every low-rank layer dense and factored on this machine; changes nothing.
 
-    The batch size is the example's, the number of threads is torch's. Of the example's floats only
-    the shapes count (values are drawn); whole numbers, such as token ids, are used as they are.
-    A layer that is used in several places counts with all of them. All forms are held in memory at
-    once, about three times the dense model, so that each round meets all of them within moments.
+    The number of threads is torch's. A layer that is used in several places counts with all of
+    them. All forms are held in memory at once, about three times the dense model, so that each
+    round times all of them within moments.
+
+    >>> measured = lod.latency(model, x)
+    >>> small = lod.extract(model, 0.25, by=measured)
+
+    Args:
+        model: The low-rank model.
+        example: An input with the batch size to measure at. Of floats only the shapes count; whole
+            numbers, such as token ids, are used unchanged.
+        rounds: How often each form is timed.
+
+    Returns:
+        The times, for `extract`, `fuse` and `Frontier.with_latency`.
+
+    Raises:
+        LayerError: The model has no low-rank layer, or does not run on the example.
+        OptionError: `rounds` is below 1, or the example has no batch dimension.
     """
     if rounds < 1:
         raise OptionError(f"rounds={rounds!r} must be one or more.")
     layers = require_low_rank(model)
     device = device_of(model)
-    call = drawn_call(as_call(example), device)
+    call = ModelInputs.of_example(example).drawn(device)
     with in_mode(model, training=False), torch.inference_mode():
         calls = _recorded_calls(model, call)
         dense = all_dense(model)
@@ -59,7 +228,7 @@ def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
     return Latency(
         dense=whole,
         layers={name: _measured(name, layer, whole, times) for name, layer in layers.items()},
-        batch=batch_of(call),
+        batch=call.batch_size,
         rounds=rounds,
         threads=torch.get_num_threads(),
         dtype=str(floats[0]).removeprefix("torch."),
@@ -73,7 +242,7 @@ def round_ranks(model: nn.Module, ranks: Ranks | None, *, multiple: int = 8) -> 
 
     A layer that has fewer ranks than the multiple keeps what was asked for, and so does rank 0.
 
-    >>> small = lod.extract(model, round_ranks(model, 0.25))  # doctest: +SKIP
+    >>> small = lod.extract(model, round_ranks(model, 0.25))
     """
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise OptionError(f"multiple={multiple!r} must be a whole number, one or more.")
@@ -102,8 +271,8 @@ class _LayerCall:
     """On the meta device where only their shapes and layouts matter."""
 
 
-def _recorded_calls(model: nn.Module, call: Call) -> dict[str, list[_LayerCall]]:
-    """Run the model once and note what each low-rank layer is called with.
+def _recorded_calls(model: nn.Module, call: ModelInputs) -> dict[str, list[_LayerCall]]:
+    """Run the model once and record the inputs of each low-rank layer.
 
     Parts that a layer multiplies by itself are not called: deployed, they cost what dense ones do.
     """
@@ -176,7 +345,7 @@ def _forward(
 def _measured(
     name: str, layer: LowRank, whole: float, times: Mapping[Any, list[float]]
 ) -> LayerLatency:
-    """Turn times into ratios within the same rounds, and these into medians."""
+    """Return the medians of ratios of times within the same rounds."""
     dense, points = 0.0, []
     if (name, _DENSE) in times:
         dense_times = times[name, _DENSE]
@@ -188,7 +357,7 @@ def _measured(
 
 
 def _scatter(values: list[float]) -> float:
-    """Say how far the median of these values may be off."""
+    """Return how far the median of these values may be off."""
     if len(values) < 2:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""Hooks that see what the layers of a dense model are called with, and what they say to a loss."""
+"""Hooks that collect second moments of a dense model's layers during calibration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGEST_OUTPUT = 4096  # of a layer whose output gradients are related to each o
 
 @dataclass
 class Moments:
-    """What was seen of one layer."""
+    """Second moments of one layer."""
 
     inputs: Tensor | None = None
     """The sum of x·xᵀ over all positions, for each group: (groups, n, n)."""
@@ -34,7 +34,7 @@ class Moments:
     count: int = 0
     """At how many positions the layer was used, or its experts together."""
     has_gradients: bool = False
-    """Whether a loss said how much errors of the layer count."""
+    """Whether gradients of a loss weight the errors of the layer."""
     looked_up: bool = False
     """Whether rows of the weight are looked up, not multiplied: `outputs` counts them."""
 
@@ -84,7 +84,7 @@ def _on_disk(tensor: Tensor) -> Tensor:
 
 
 class Observer:
-    """Sees what some layers of a model are called with, by hooks."""
+    """Collects moments of some layers of a model, by hooks."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at the layers inside the `with` block."""
+        """Collect moments inside the `with` block."""
         modules = dict(self.model.named_modules())
         opened = {part: whole for whole, parts in self._plan.opened.items() for part in parts}
         wholes = {opened[name] for name in self._layers if name in opened}

@@ -1,4 +1,4 @@
-"""What a model puts out, and how far from another model's that is, without any target.
+"""Losses of a model's outputs alone, and distances to another model's outputs.
 
 The output of a classifier or language model is scores; of an encoder it is values. Scores are
 compared as probabilities, values by their squared distance. transformers says which of them a model
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from maestro_lod.errors import OptionError, listed
 
 SoftLoss: TypeAlias = Callable[[Any, Any], Tensor]
-"""How far an output is from a teacher's: soft_loss(output, teacher)."""
+"""`soft_loss(output, teacher)`: the distance of an output to a teacher's."""
 
 _VALUES = ("last_hidden_state", "image_embeds", "text_embeds", "embeddings")
 
@@ -36,12 +36,12 @@ def values_loss(output: Any, teacher: Any) -> Tensor:
 
 
 def soft_loss_for(output: Any) -> SoftLoss:
-    """Return what compares outputs like this one: scores if it says `logits`, else values."""
+    """Return the loss for outputs like this one: of scores if it has `logits`, else of values."""
     return scores_loss if _names_scores(output) else values_loss
 
 
 def own_scores(output: Any, target: Any = None) -> Tensor:
-    """Return a loss whose gradients say what changes the probabilities of class scores.
+    """Return a loss whose gradients measure changes of the probabilities of class scores.
 
     It is the cross-entropy with classes that are drawn from the output itself: the expected square
     of its gradient is the Fisher information, the curvature of `scores_loss` at the teacher.
@@ -52,14 +52,14 @@ def own_scores(output: Any, target: Any = None) -> Tensor:
 
 
 def own_values(output: Any, target: Any = None) -> Tensor:
-    """Return a loss whose gradients say what changes values: their product with random numbers."""
+    """Return a loss whose gradients measure changes of values: a product with random numbers."""
     values = _main(output).float()
     drawn = torch.randn(values.shape, generator=_generator(values), device=values.device)
     return (values * drawn).sum() / values.shape[0]
 
 
 def own_outputs(output: Any, target: Any = None) -> Tensor:
-    """Return `own_scores` if the output says `logits`, else `own_values`."""
+    """Return `own_scores` if the output has `logits`, else `own_values`."""
     return (own_scores if _names_scores(output) else own_values)(output)
 
 

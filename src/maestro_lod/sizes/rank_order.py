@@ -1,4 +1,4 @@
-"""Put the ranks of a model into order: leading singular directions first, nothing else changed."""
+"""Rank order: sort the ranks of a model by singular values, without any other change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from maestro_lod.sizes.averages import require_no_other_average
 
 @torch.no_grad()
 def lost_energy(layer: LowRank) -> Tensor:
-    """Return, for rank 0, 1, …, which share of its squared weights a layer loses if cut to it."""
+    """Return the share of its squared weights that a layer loses at rank 0, 1, …."""
     u, v = (f.double().cpu() for f in layer._matrices(*map(gathered, layer.stored_factors())))
     products = ((u.mT @ u) * (v @ v.mT)).sum(0)  # of ranks as matrices, over all groups
     tails = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0).clamp(min=0)
@@ -32,7 +32,7 @@ def lost_energy(layer: LowRank) -> Tensor:
 def order_ranks(
     model: nn.Module, optimizer: Optimizer | None = None, ema: AveragedModel | None = None
 ) -> None:
-    """Give every trained layer the factors that its SVD has, in place; its weight stays the same.
+    """Replace the factors of every trained layer by those of its SVD; its weight stays the same.
 
     The first k ranks then are the best approximation of rank k. What the optimizer remembers of a
     factor, and the averaged copy, are brought to the new directions too. Factors that are sharded

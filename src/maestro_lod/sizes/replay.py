@@ -1,4 +1,4 @@
-"""Evaluate a loss at changing ranks, running only what a change can reach.
+"""Replay: evaluate an objective at changing ranks, running only what a change affects.
 
 A search asks for the loss of one model a thousand times, with one layer changed each time. All that
 ran before that layer gives what it gave before. So what modules returned is remembered, by their
@@ -24,12 +24,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import activated, require_low_rank
-from maestro_lod.model.inputs import Call, batch_statistics, require_number
+from maestro_lod.model.inputs import ModelInputs, Objective, batch_statistics, require_number
 from maestro_lod.model.replace import lock_of
 
 logger = logging.getLogger(__name__)
 
-Loss: TypeAlias = Callable[[nn.Module], "Tensor | float"]
 _Place: TypeAlias = tuple[int, ...]
 """A call in the tree of calls: (2, 0, 1) is the second call in the first call in the third pass."""
 
@@ -37,7 +36,7 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))  # what can be returned a s
 
 
 class _Values:
-    """What a call was given or returned, and whether anyone has written into it since."""
+    """Arguments or outputs of a call, and whether they were written to since."""
 
     def __init__(self, values: Any) -> None:
         self.leaves, self._structure = tree_flatten(values)
@@ -65,7 +64,7 @@ class _Values:
         return tree_unflatten(leaves, self._structure)
 
     def equals(self, other: _Values) -> bool:
-        """Say whether both are known to be the same, value by value."""
+        """Return whether both are known to be equal, value by value."""
         alike = self._structure == other._structure and not self.written
         return alike and all(map(_equal, self.leaves, other.leaves))
 
@@ -105,7 +104,7 @@ _RUNNING: ContextVar[Replay | None] = ContextVar("maestro_lod.replay", default=N
 
 
 class _Seen(NamedTuple):
-    """What is known of a call since the first evaluation."""
+    """The record of a call in the first evaluation."""
 
     module: nn.Module
     size: int | None
@@ -116,15 +115,15 @@ class _Seen(NamedTuple):
 class Replay:
     """The loss of a low-rank model at its current ranks, and at ranks that differ from them.
 
-    `loss` is evaluated some times at once, to see which calls there are and that their outputs can
-    be used again. `memory` limits the bytes that are spent on outputs.
+    `objective` is evaluated several times at first, to learn which calls there are and that their
+    outputs can be used again. `memory` limits the bytes that are spent on outputs.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, *, memory: int) -> None:
-        self.model, self._function = model, loss
+    def __init__(self, model: nn.Module, objective: Objective, *, memory: int) -> None:
+        self.model, self._function = model, objective
         self.layers = require_low_rank(model)
         self.ranks = {name: layer.rank for name, layer in self.layers.items()}
-        self.call: Call | None = None
+        self.call: ModelInputs | None = None
         """The arguments of the model's first call, on the meta device; None if there was none."""
         self._order: dict[str, int] = {}  # in which layers are first used
         self._seen: dict[_Place, _Seen] = {}
@@ -170,7 +169,7 @@ class Replay:
         self._calls = [0]  # that were made by the loss and, one inside the other, by running calls
         active = {layer: ranks[name] for name, layer in self.layers.items()}
         with alone_with(self.model), self._intercepted(), activated(active):
-            loss = require_number(self._function(self.model), "loss")
+            loss = require_number(self._function(self.model), "objective")
         return loss if math.isfinite(loss) else math.inf
 
     @contextmanager
@@ -214,7 +213,7 @@ class Replay:
         self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         if self.call is None and module is self.model:
-            self.call = Call(args, kwargs).on_meta()
+            self.call = ModelInputs(args, kwargs).on_meta()
         place = tuple(self._calls)
         if len(place) == 1:
             self._begin_pass(place[0], _Values((args, kwargs)))
@@ -254,7 +253,7 @@ class Replay:
         """See whether a pass gets what it got before.
 
         It may get something else because an earlier one has met a changed layer: that is for now.
-        Or because ranks have been changed for good: then its outputs are remembered anew.
+        Or because ranks were accepted: then its outputs are remembered again.
         """
         self._used = set()
         self._replaying = index in self._inputs and self._inputs[index].equals(inputs)

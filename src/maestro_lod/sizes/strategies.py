@@ -1,4 +1,4 @@
-"""Ways to give up ranks: which layer loses some next, and how many.
+"""Search methods: which layer gives up ranks next, and how many.
 
 Each way is a generator. It changes the ranks of a `Search` step by step and yields the submodels
 that it comes by, each as ranks and loss. A layer moves down a ladder of ranks, each about a tenth
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from maestro_lod.errors import OptionError
+from maestro_lod.files.stage_cache import Answers
 from maestro_lod.model.cost import Costs
-from maestro_lod.sizes.journal import Journal
 from maestro_lod.sizes.replay import Replay
 
 Submodel: TypeAlias = tuple[dict[str, int], float]
@@ -26,13 +26,13 @@ Step: TypeAlias = tuple[str, int]
 
 @dataclass
 class Search:
-    """The ranks and the loss that a search has come to, and what it can ask."""
+    """The state of a search: current ranks and loss, costs, and evaluation."""
 
     replay: Replay
     costs: Costs
     cost: Literal["macs", "params"]
     step: float
-    journal: Journal
+    answers: Answers
     ladders: dict[str, list[int]] = field(init=False)
     """The ranks that each layer may have, from the model's own on down."""
 
@@ -49,7 +49,7 @@ class Search:
 
     def evaluate(self, changes: Mapping[str, int]) -> float:
         """Return the loss with some ranks changed."""
-        return self.journal.answer(
+        return self.answers.answer(
             {"loss at": dict(changes)}, lambda: self.replay.evaluate(changes)
         )
 
@@ -58,23 +58,23 @@ class Search:
         self.replay.accept(changes, loss)
 
     @property
-    def here(self) -> Submodel:
-        """The submodel that the search has come to."""
+    def current(self) -> Submodel:
+        """The submodel at the current ranks."""
         return dict(self.ranks), self.loss
 
     def saved(self, name: str, rank: int) -> int:
-        """Return what a layer at a rank saves of the cost that counts."""
+        """Return how much of the searched cost a layer at a rank saves."""
         dense, here = self.costs.layer(name, rank, "dense"), self.costs.layer(name, rank)
         saved: int = getattr(dense - here, self.cost)
         return saved
 
     def gain(self, step: Step) -> int:
-        """Return what a layer at a lower rank saves beyond what it saves now."""
+        """Return how much a layer at a lower rank saves in addition to its current savings."""
         name, rank = step
         return self.saved(name, rank) - self.saved(name, self.ranks[name])
 
     def share(self, ranks: Mapping[str, int]) -> float:
-        """Return the cost that counts, relative to the dense model's."""
+        """Return the searched cost, relative to the dense model's."""
         at: int = getattr(self.costs.at(ranks), self.cost)
         dense: int = getattr(self.costs.dense, self.cost)
         return at / max(1, dense)
@@ -90,7 +90,7 @@ class Search:
         return ladder
 
     def in_order_of_use(self) -> list[str]:
-        """Return the layers as the model uses them: so evaluated, each remembers for the next."""
+        """Return the layers in the order in which the model uses them."""
         return sorted(self.ladders, key=self.replay.first_use)
 
 
@@ -148,7 +148,7 @@ class Greedy:
         return {name: rungs[:most] for name, rungs in lower.items() if rungs}
 
     def _best(self, open_steps: Mapping[str, list[int]]) -> Step:
-        """Return the step to take, measuring what has to be measured for that."""
+        """Return the step to take, after measuring the candidates for it."""
         for name in self.search.in_order_of_use():
             for rank in open_steps.get(name, ()):
                 if self.exact or rank not in self.increases.get(name, ()):
@@ -183,11 +183,11 @@ class Greedy:
         self.search.accept({name: rank}, self.losses[step])
         self.losses.clear()
         self.move += 1
-        yield self.search.here
+        yield self.search.current
 
 
 def _on_the_way(search: Search, losses: Mapping[Step, float], best: Step) -> list[Submodel]:
-    """Return the submodels that cost more than the best step leaves, and are better for it."""
+    """Return the submodels between the current one and the best step that have a lower loss."""
     found: list[Submodel] = []
     lowest = losses[best]
     for step in sorted(losses, key=lambda step: (-search.gain(step), losses[step])):
@@ -198,13 +198,13 @@ def _on_the_way(search: Search, losses: Mapping[Step, float], best: Step) -> lis
 
 
 def at_given_ranks(search: Search, maps: Iterable[Mapping[str, int]]) -> Iterator[Submodel]:
-    """Take these ranks, one mapping after the other."""
+    """Evaluate given ranks, one mapping after the other."""
     for i, ranks in enumerate(maps):
         loss = search.evaluate(ranks)
         if math.isinf(loss):
             raise OptionError(f"the loss at ranks[{i}] is NaN or infinite. Leave that mapping out.")
         search.accept(ranks, loss)
-        yield search.here
+        yield search.current
 
 
 METHODS: dict[str, Callable[[Search, bool], Iterator[Submodel]]] = {

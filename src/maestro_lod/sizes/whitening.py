@@ -1,4 +1,4 @@
-"""Factors ordered by what a layer's data makes of its weight, not by the weight alone.
+"""Whitening: factors ordered by a layer's outputs on data, not by its weight alone.
 
 For inputs x with second moment C and outputs whose errors count by G, the best approximation of W
 with k ranks minimizes tr(Gᵀ·Δ·C·Δᵀ), Δ being what is left out: the truncated SVD of G½·W·C½, seen

@@ -19,8 +19,8 @@ from maestro_lod.errors import OptionError
 from maestro_lod.model.inputs import (
     Batch,
     Loss,
+    ModelInputs,
     autocast,
-    call,
     device_of,
     in_mode,
     on_device,
@@ -146,7 +146,7 @@ def evaluate(
         for inputs, target in map(split_batch, batches):
             target = on_device(target, device)
             with autocast(device, amp):
-                output = call(model, on_device(inputs, device))
+                output = ModelInputs.of(inputs).to(device).call(model)
                 value = require_loss(loss(output, target), trained=False)
             score.add(value, output, target, summed=sums(loss))
             sequences = isinstance(target, Tensor) and target.ndim > 1
@@ -182,7 +182,7 @@ def recalibrate(
                 norm.training = True
             for inputs, _ in map(split_batch, itertools.islice(batches, most)):
                 with autocast(device, amp):
-                    call(model, on_device(inputs, device))
+                    ModelInputs.of(inputs).to(device).call(model)
                 used += 1
             if used == 0:
                 raise OptionError("BatchNorm cannot be recalibrated: the data has no batch.")
@@ -227,7 +227,7 @@ def mean_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> float:
     device, score = device_of(model), Score()
     for inputs, target in map(split_batch, batches):
         target = on_device(target, device)
-        output = call(model, on_device(inputs, device))
+        output = ModelInputs.of(inputs).to(device).call(model)
         score.add(loss(output, target), output, target, summed=sums(loss))
     return score.means().get("loss", math.nan)
 

@@ -1,19 +1,20 @@
-"""Train a model that was cut a little further, as the plain model that it is by now."""
+"""Fine-tuning: train an extracted model, which consists of plain torch layers, a little further."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sized
-from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
 
-from maestro_lod.errors import CheckpointError, OptionError, require_at_least_one
-from maestro_lod.files.state import load_state, save_state
+from maestro_lod.errors import OptionError, require_at_least_one
+from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.model.inputs import Batch, Loss
 from maestro_lod.train.fit import FitOptions, Watch, fit
 from maestro_lod.train.progress import Progress
 
+_STAGE = "finetuning"
 _RATE = 0.3  # of the learning rate that a training begins with; for an MLP better than 1 and 0.1
 
 
@@ -26,45 +27,56 @@ def finetune(
     loss: Loss | None = None,
     seed: int = 0,
     options: FitOptions | None = None,
-    checkpoint: Path | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> Progress:
     """Train an extracted model for some epochs, in place, at a learning rate that falls to zero.
 
     >>> small = extract(model, ranks)
     >>> finetune(small, loader, optimizer=SGD(small.parameters(), lr=0.01, momentum=0.9))
 
-    The optimizer is one that would train the model anew: healing begins at three tenths of its
-    learning rate. `checkpoint` is a file that is written after every epoch: with one that is there
-    already, healing goes on where it was.
-    """
-    require_at_least_one("heal", epochs, "the epochs to train on")
-    if not isinstance(train_data, Sized):
-        raise OptionError("healing needs training data with a length, to plan its learning rate.")
-    steps = epochs * -(-len(train_data) // (options or FitOptions()).accumulate)
-    progress = Progress()
-    if checkpoint is not None and checkpoint.exists():
-        progress = _resumed(plain, optimizer, checkpoint)
+    Args:
+        plain: The extracted model, which is changed.
+        train_data: Batches (inputs, target) with a length.
+        optimizer: An optimizer with a learning rate at which the model would be trained from
+            scratch: fine-tuning begins at three tenths of it.
+        epochs: The number of epochs.
+        loss: `loss(output, target)`, as for `fit`.
+        seed: The seed of the order of samples, as for `fit`.
+        options: Further options of `fit`.
+        resume: A directory that is written after every epoch: after a kill, the same call resumes
+            there. It must be given the same training data, which is compared by its length alone.
 
-    def keep(reached: Progress) -> None:
-        if checkpoint is not None:
-            parts = (plain, optimizer, reached)
-            save_state([part.state_dict() for part in parts], checkpoint)
+    Returns:
+        The progress of the training, with its history.
+
+    Raises:
+        OptionError: The data has no length, an option is not usable, or `resume` belongs to another
+            call.
+    """
+    require_at_least_one("epochs", epochs, "the number of epochs")
+    if not isinstance(train_data, Sized):
+        raise OptionError(
+            "fine-tuning needs training data with a length, to plan its learning rate. Give a list "
+            "or a DataLoader."
+        )
+    steps = epochs * -(-len(train_data) // (options or FitOptions()).accumulate)
+    call = {
+        "model": plain, "optimizer": [type(optimizer), optimizer.state_dict()], "epochs": epochs,
+        "loss": loss, "seed": seed, "options": options, "batches": len(train_data),
+    }  # fmt: skip
+    cache = StageCache(resume, call)
+    progress = Progress()
+    if (saved := cache.load(_STAGE)) is not None:
+        model_state, optimizer_state, reached = saved
+        plain.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+        progress = Progress.from_state(reached)
+
+    def save(reached: Progress) -> None:
+        cache.save(_STAGE, [part.state_dict() for part in (plain, optimizer, reached)])
 
     return fit(
         plain, train_data, optimizer=optimizer, epochs=epochs, loss=loss, seed=seed,
         schedule=lambda step: _RATE * (1 - step / max(1, steps)),
-        options=options, progress=progress, watch=Watch(epoch=keep),
+        options=options, progress=progress, watch=Watch(epoch=save),
     )  # fmt: skip
-
-
-def _resumed(plain: nn.Module, optimizer: Optimizer, checkpoint: Path) -> Progress:
-    try:
-        model_state, optimizer_state, place = load_state(checkpoint)
-        plain.load_state_dict(model_state)
-        optimizer.load_state_dict(optimizer_state)
-        return Progress.from_state(place)
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{checkpoint} is of another model than is to be healed ({reason}). Remove it."
-        ) from None

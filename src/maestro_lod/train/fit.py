@@ -27,7 +27,15 @@ from maestro_lod.errors import (
     require_whole,
 )
 from maestro_lod.layers import composed_once
-from maestro_lod.model.inputs import Batch, Loss, autocast, call, device_of, on_device, split_batch
+from maestro_lod.model.inputs import (
+    Batch,
+    Loss,
+    ModelInputs,
+    autocast,
+    device_of,
+    on_device,
+    split_batch,
+)
 from maestro_lod.progress import Telling
 from maestro_lod.train.dense import Dense
 from maestro_lod.train.diagnostics import (
@@ -241,7 +249,7 @@ class _Step:
 
         def forward() -> Any:
             with autocast(device, amp), shared:
-                return call(self.model, inputs)
+                return ModelInputs.of(inputs).call(self.model)
 
         def loss(output: Any) -> Tensor:
             nonlocal last

@@ -21,7 +21,7 @@ from maestro_lod.distributed.shards import is_sharded
 from maestro_lod.errors import LayerError, TrainingError, listed, require_bool, require_whole
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import activated, require_low_rank
-from maestro_lod.model.inputs import Call
+from maestro_lod.model.inputs import ModelInputs
 from maestro_lod.train.diagnostics import require_finite_loss, require_loss
 from maestro_lod.train.ledger import Ledger
 
@@ -278,7 +278,7 @@ class ExampleRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.listening = False
-        self.example: Call | None = None
+        self.example: ModelInputs | None = None
         hook = _RecordingHook(weakref.ref(self))
         self._handle = model.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -301,7 +301,7 @@ class _RecordingHook:
             return  # inside a compiled graph this hook must stay without effect
         recorder = self._recorder()
         if recorder is not None and recorder.listening and recorder.example is None:
-            recorder.example = Call(args, kwargs).on_meta()
+            recorder.example = ModelInputs(args, kwargs).on_meta()
 
 
 # -- steps of the optimizer ------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
@@ -105,12 +106,12 @@ def _outcome(entry: dict[str, Any]) -> Outcome:
 def _cut(training: Training) -> dict[float | None, Outcome]:
     """Cut a trained model to each size by the search of `lod frontier`, which may go on."""
     run, trained = training.run, Trained.of(training.run)
-    journal = run.directory / "frontier-params.jsonl"
-    sizes = search(trained, cost="params", until=min(training.cuts), resume=journal)
+    resume = run.directory / "frontier-params.unfinished"
+    sizes = search(trained, cost="params", until=min(training.cuts), resume=resume)
     found: dict[float | None, Outcome] = {}
     for size in training.cuts:
         found[size] = _at_size(trained, sizes, size)
-    journal.unlink(missing_ok=True)
+    shutil.rmtree(resume, ignore_errors=True)
     return found
 
 

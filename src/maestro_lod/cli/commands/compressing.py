@@ -1,4 +1,4 @@
-"""`lod compress` and `lod heal`: every size of a model that one did not train."""
+"""`lod compress` and `lod distill`: every size of a pretrained model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,12 @@ from maestro_lod.cli.unfinished import unfinished
 from maestro_lod.cli.user_code import called, own_function, with_article
 from maestro_lod.deploy.export import export
 from maestro_lod.errors import DataError, OptionError, listed, nearest
-from maestro_lod.files.stage_cache import Kept
 from maestro_lod.installing import install
 from maestro_lod.model.checkpoint import save
-from maestro_lod.model.inputs import Call, as_call, split_batch
+from maestro_lod.model.inputs import ModelInputs, split_batch
 from maestro_lod.model.survey import Tied
-from maestro_lod.pretrained.compression import Progress as Report
-from maestro_lod.pretrained.compression import compress as compressed
-from maestro_lod.pretrained.distillation import heal as healed
-from maestro_lod.progress import Telling, progress_shown
+from maestro_lod.pretrained import compression, distillation
+from maestro_lod.progress import OnProgress, Telling, progress_shown
 from maestro_lod.sizes.outputs import own_outputs, own_scores, scores_loss
 
 _FORMATS = ("safetensors", "onnx")
@@ -58,8 +55,11 @@ Int8 = Annotated[
 ShareTied = Annotated[
     bool, typer.Option("--share-tied", help="Decompose an embedding that is tied to the head.")
 ]
-Fast = Annotated[bool, typer.Option("--fast", help="No correction: less time, a larger loss.")]
-Steps = Annotated[int, typer.Option(min=0, help="Steps of healing by the original.")]
+NoCorrection = Annotated[
+    bool,
+    typer.Option("--no-correction", help="Leave out the correction: less time, a larger loss."),
+]
+Steps = Annotated[int, typer.Option(min=0, help="Steps of training by the original at the end.")]
 
 
 def compress(
@@ -70,22 +70,22 @@ def compress(
     to: Formats = None,
     int8: Int8 = False,
     batches: Count = 16,
-    heal: Steps = 0,
+    distill_steps: Steps = 0,
     share_tied: ShareTied = False,
-    fast: Fast = False,
+    no_correction: NoCorrection = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Cut a pretrained model to a limit, by data and without training.
 
     Writes the model with all smaller sizes in it (for maestro_lod's from_pretrained, or load), and
-    with --to onnx a file that needs no library. What is finished is kept beside the directory until
-    all is written: after a kill, the same command goes on.
+    with --to onnx a file that needs no library. Finished stages are kept in OUT.unfinished until
+    all is written: after a kill, the same command resumes there.
 
     Examples:
 
       lod compress ./MiniLM --data sentences.txt --max-params 0.7 --out small
 
-      lod compress ./llama --data stories.jsonl --max-params 0.5 --heal 500 --out small
+      lod compress ./llama --data stories.jsonl --max-params 0.5 --distill-steps 500 --out small
     """
     formats = _require_formats(to, int8)
     limit = amount_of(max_params, "--max-params")
@@ -93,44 +93,49 @@ def compress(
         model, inputs, scores = _opened(source, data, batches)
         tied: Tied = "share" if share_tied else "keep"
         with _bars(quiet) as report:
-            done = compressed(
-                model, inputs, max_params=limit, tied=tied, sequential=not fast, healing=heal,
+            done = compression.compress(
+                model,
+                inputs,
+                max_params=limit,
+                tied=tied,
+                correct=not no_correction,
+                distill_steps=distill_steps,
                 loss=own_scores if scores else own_outputs,
-                soft_loss=scores_loss if scores else None, keep=work.parts, progress=report,
-            )  # fmt: skip
+                soft_loss=scores_loss if scores else None,
+                resume=work.parts,
+                on_progress=report,
+            )
         work.write(lambda place: _write(model, place, formats, inputs, int8))
     say(f"{done}\nwritten to {out}")
 
 
-def heal(
+def distill(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="What lod compress wrote.")],
     teacher: Annotated[Path, typer.Option(help="The original, a transformers directory.")],
     data: Annotated[str, typer.Option(metavar="FILE|FUNCTION", help="As for lod compress.")],
     out: NewDirectory,
     steps: Annotated[int, typer.Option(min=1)] = 500,
-    batches: Annotated[int, typer.Option(min=1, help="Batches to go through.")] = 128,
+    batches: Annotated[int, typer.Option(min=1, help="Batches to train on.")] = 128,
     only: Annotated[
-        bool, typer.Option("--only", help="Heal this size alone, not those below it.")
+        bool, typer.Option("--only", help="Train this size alone, not those below it.")
     ] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train a compressed transformers model for some steps to say what the original says.
+    """Train a compressed transformers model to reproduce the outputs of the original.
 
     Example:
 
-      lod heal small --teacher ./llama --data stories.jsonl --steps 500 --out healed
+      lod distill small --teacher ./llama --data stories.jsonl --steps 500 --out distilled
     """
     with unfinished(out) as work:
         saved = _extra("maestro_lod.integrations.huggingface")
         original = _extra("maestro_lod.integrations.model_texts").open_model(teacher)
         model = saved.from_pretrained(directory)
         inputs = _batches(data, teacher, batches)
-        kept = Kept(work.parts, {"of": directory, "data": data, "steps": steps, "only": only})
         with _bars(quiet) as report:
-            losses = healed(
-                model, inputs, teacher=original, steps=steps,
-                sizes="only" if only else "below", checkpoint=kept.file("healing"),
-                progress=lambda done, _: report("healing", done, steps),
+            losses = distillation.distill(
+                model, original, inputs, steps=steps, sizes="only" if only else "below",
+                resume=work.parts, on_progress=report,
             )  # fmt: skip
         work.write(lambda place: saved.save_pretrained(model, place))
     tenth = max(1, steps // 10)
@@ -208,21 +213,21 @@ def _write(model: nn.Module, out: Path, formats: list[str], inputs: list[Any], i
         save(model, out / "model.safetensors")
     if "onnx" in formats:
         first = split_batch(inputs[0])[0]
-        call: Call = as_call(tuple(first) if isinstance(first, list) else first)
+        call = ModelInputs.of(first)
         export(model, out / "model.onnx", example=call)
         if int8:
             export(model, out / "model.int8.onnx", example=call, quantize="int8")
 
 
 @contextmanager
-def _bars(quiet: bool) -> Iterator[Report]:
-    """Show what is being done, how far it is, and how long it will take."""
+def _bars(quiet: bool) -> Iterator[OnProgress]:
+    """Show the stage, its progress, and the time that it will still take."""
     console = Console()
     if quiet or not console.is_terminal:
-        telling: dict[str, Telling] = {}
+        lines: dict[str, Telling] = {}
 
-        def tell(what: str, done: int, of: int) -> None:
-            telling.setdefault(what, Telling(what))(lambda: f"{done} of {of}")
+        def tell(done: int, total: int, note: str) -> None:
+            lines.setdefault(note, Telling(note))(lambda: f"{done} of {total}")
 
         with progress_shown(not quiet):
             yield tell
@@ -231,9 +236,9 @@ def _bars(quiet: bool) -> Iterator[Report]:
     tasks: dict[str, Any] = {}
     with Progress(*columns, console=console, transient=True) as bars:
 
-        def show(what: str, done: int, of: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=of)
-            bars.update(tasks[what], completed=done)
+        def show(done: int, total: int, note: str) -> None:
+            if note not in tasks:
+                tasks[note] = bars.add_task(note, total=total)
+            bars.update(tasks[note], completed=done)
 
         yield show

@@ -25,7 +25,7 @@ def demo(
     commands = (
         f"lod train digits --set budget.params=25% {_TRAINING} --out {at}/digits",
         f"lod train digits --set method=dense {_TRAINING} --out {at}/dense --quiet",
-        f"lod deploy {at}/digits --max-params 15% --heal 2 --to pt2 --to safetensors "
+        f"lod deploy {at}/digits --max-params 15% --finetune-epochs 2 --to pt2 --to safetensors "
         f"--out {at}/phone",
         f"lod bench {at}/digits --beside {at}/dense",
     )

@@ -1,4 +1,4 @@
-"""The options of the commands: how each is written, and what its help says."""
+"""Options of the commands: their flags, types and help."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated."),
 ]
-DataFolder = Annotated[Path | None, typer.Option(help="Where the data sets lie; else $LOD_DATA.")]
+DataFolder = Annotated[
+    Path | None, typer.Option(help="Directory that contains the datasets (default: $LOD_DATA).")
+]
 Processes = Annotated[
     int,
     typer.Option("--nproc", min=1, max=1024, help="Processes on this machine that train together."),
@@ -79,13 +81,17 @@ Multiple = Annotated[
     int | None, typer.Option("--round", min=1, max=2**16, help="Round ranks to a multiple.")
 ]
 Batch = Annotated[int, typer.Option(min=1, max=2**16, help="Batch size to time with.")]
-Fast = Annotated[
-    bool, typer.Option("--fast", help="Multiply out what is slower factored; none beyond dense.")
+PreferSpeed = Annotated[
+    bool,
+    typer.Option(
+        "--prefer-speed",
+        help="Multiply out layers that are slower factored; leave out files slower than dense.",
+    ),
 ]
 
 
 def with_data(change: list[str] | None, data: Path | None) -> list[str]:
-    """Return the changes of a recipe, --data among them."""
+    """Return the changes of a recipe, including that of --data."""
     if data is None:
         return change or []
     return [*(change or []), f"data.directory={json.dumps(str(data.absolute()))}"]  # for any name

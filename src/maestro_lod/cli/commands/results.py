@@ -1,4 +1,4 @@
-"""The commands about what training has given: reports, submodels, files to deploy."""
+"""Commands for finished runs: report, summary, frontier, deploy, bench, verify."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def summary(
 def frontier(
     directory: options.FinishedRun,
     method: Annotated[
-        str, typer.Option(help="look-ahead, per-cost, greedy (the paper's), knapsack or threshold.")
+        str, typer.Option(help="look-ahead, or greedy (the paper's).")
     ] = "look-ahead",
     cost: Annotated[str, typer.Option(help="What to save: macs or params.")] = "macs",
     trust: options.Trust = False,
@@ -84,14 +84,14 @@ def frontier(
 ) -> None:
     """Find the best submodel for every size, without training, and add them to the report.
 
-    Stop it at any time: the next call goes on where it was.
+    Stop it at any time: the next call resumes it.
     """
     require_method(method)
     if cost not in ("macs", "params"):
         raise OptionError(f"--cost {cost!r} is not known: macs or params.")
     run = Run.open(directory, trust=trust)
     with search_bar(quiet) as progress:
-        found = find_frontier(Trained.of(run), method=method, cost=cost, progress=progress)
+        found = find_frontier(Trained.of(run), method=method, cost=cost, on_progress=progress)
     say(f"{found}\n\nwritten: {directory / 'frontier.json'}, {directory / 'report.html'}")
 
 
@@ -107,8 +107,10 @@ def deploy(
     batch: options.Batch = 1,
     multiple: options.Multiple = None,
     int8: Annotated[bool, typer.Option("--int8", help="For ONNX, an int8 file too.")] = False,
-    heal: Annotated[int, typer.Option(help="Epochs to train the size on before.", min=0)] = 0,
-    fast: options.Fast = False,
+    finetune_epochs: Annotated[
+        int, typer.Option(help="Epochs to train the chosen size before it is written.", min=0)
+    ] = 0,
+    prefer_speed: options.PreferSpeed = False,
     trust: options.Trust = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -123,7 +125,7 @@ def deploy(
 
       lod deploy runs/digits --max-params 10% --to onnx --to pt2 --int8 --out watch
 
-      lod deploy runs/digits --max-macs 25% --heal 1 --out phone
+      lod deploy runs/digits --max-macs 25% --finetune-epochs 1 --out phone
     """
     formats = [*dict.fromkeys(to or ["onnx"])]
     counts = {"max_params": max_params, "max_macs": max_macs, "max_bytes": max_bytes}
@@ -138,7 +140,8 @@ def deploy(
     with search_bar(quiet) as progress:
         done = write_deployment(
             trained, given, formats, out, batch=batch, multiple=multiple,
-            int8=int8, fast=fast, heal=heal, progress=progress,
+            int8=int8, prefer_speed=prefer_speed, finetune_epochs=finetune_epochs,
+            on_progress=progress,
         )  # fmt: skip
     say(f"{done}\n\nwritten to {out}")
     if (worse := quality_loss(trained, done)) is not None:
@@ -166,7 +169,7 @@ def bench(
     with search_bar(quiet) as progress:
         trained = Trained.of(Run.open(directory, trust=trust))
         other = None if beside is None else Trained.of(Run.open(beside, trust=trust))
-        text = compare(trained, batch=batch, beside=other, progress=progress)
+        text = compare(trained, batch=batch, beside=other, on_progress=progress)
     say(text)
 
 
@@ -216,7 +219,7 @@ def _exported(file: Path) -> str:
 
 
 def _lines(file: Path) -> str:
-    """Look whether a file is JSON, as a whole or line by line."""
+    """Require that a file is JSON, as a whole or line by line."""
     try:
         text = read_limited(file)
         for part in text.splitlines() if file.suffix == ".jsonl" else [text]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 from maestro_lod.cli.cache_directory import cache_directory
 from maestro_lod.cli.data.sources import Source, file_checksum
 from maestro_lod.errors import CheckpointError, DataError
+from maestro_lod.files.atomic import replacing
 from maestro_lod.files.json_files import Shape, read_json_file
 
 T = TypeVar("T")
@@ -101,15 +101,14 @@ def _is_sound(entry: Path, stamp: str) -> bool:
         if now[name]["sha256"] != before["sha256"]:
             return False
     if now != files or manifest["stamp"] != stamp:
-        with suppress(OSError):  # a cache that is only readable is good enough
+        with suppress(OSError, CheckpointError):  # a cache that is only readable is good enough
             _write(entry / _MANIFEST, manifest | {"files": now, "stamp": stamp})
     return True
 
 
 def _write(path: Path, manifest: dict[str, Any]) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(manifest, indent=2))
-    temporary.replace(path)
+    with replacing(path) as place:
+        place.write_text(json.dumps(manifest, indent=2))
 
 
 def _made(
