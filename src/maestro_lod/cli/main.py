@@ -96,14 +96,14 @@ class _Commands(TyperGroup):
         name, *rest = args
         if name not in COMMANDS:
             ctx.fail(f"No such command {name!r}.{nearest(name, COMMANDS)}")
-        return name, _loaded(name), rest
+        return name, _load(name, with_settings=name == "train" and "--help" in rest), rest
 
 
-def _loaded(name: str) -> Any:
-    """Import a command."""
+def _load(name: str, *, with_settings: bool) -> Any:
+    """Import a command; its help lists all settings only on demand: that imports every method."""
     module = importlib.import_module(f"maestro_lod.{COMMANDS[name][0]}")
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    epilog = module.settings_help() if name == "train" else None
+    epilog = module.settings_help() if with_settings else None
     single.command(name, epilog=epilog)(getattr(module, name))
     return typer.main.get_command(single)
 

@@ -12,7 +12,6 @@ import torch
 from pydantic import BeforeValidator, Field, ValidationError, create_model, model_validator
 from torch.optim import Optimizer
 
-from maestro_lod.cli.config_errors import in_one_line
 from maestro_lod.cli.methods import METHODS, method_named
 from maestro_lod.cli.recipe_files import recipe_names, recipe_text
 from maestro_lod.cli.sections import (
@@ -24,8 +23,8 @@ from maestro_lod.cli.sections import (
     Share,
     Switch,
     Whole,
-    as_dataclass,
     fields_of,
+    in_one_line,
     section_of,
 )
 from maestro_lod.cli.user_code import names_own_code, own_function
@@ -168,13 +167,14 @@ class Recipe(Section):
 
     @property
     def settings(self) -> Settings:
-        """What is chosen of the method."""
-        return as_dataclass(self._method, self)
+        """The settings of the method, as it takes them."""
+        return self._method(**{key: getattr(self, key) for key in _keys_of(self._method)})
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        self.settings.require_optimizer(OPTIMIZERS[self.optimizer.name])
-        if self.epochs < (least := self.settings.least_epochs):
+        settings = self.settings  # which refuses what does not go together
+        settings.require_optimizer(OPTIMIZERS[self.optimizer.name])
+        if self.epochs < (least := settings.least_epochs):
             raise ValueError(
                 f"method={self.method} trains in stages: give it {least} epochs or more"
             )
@@ -216,31 +216,38 @@ def method_of(settings: Mapping[str, Any]) -> type[Settings]:
     return found
 
 
-def _keys_of_others(method: type[Settings]) -> dict[str, type[Settings]]:
-    """Return the settings that belong to other methods alone, and to which."""
-    own = {entry.name for entry in dataclasses.fields(method)}  # type: ignore[arg-type]
-    return {
-        entry.name: other
-        for other in METHODS.values()
-        for entry in dataclasses.fields(other)  # type: ignore[arg-type]
-        if entry.name not in own
-    }
+def _keys_of(method: type[Settings]) -> set[str]:
+    return {entry.name for entry in dataclasses.fields(method)}  # type: ignore[arg-type]
 
 
-def _without_others(settings: Mapping[str, Any], method: type[Settings]) -> dict[str, Any]:
-    """Leave out settings of other methods that are at their defaults, and refuse what is not."""
-    own = {entry.name for entry in dataclasses.fields(method)}  # type: ignore[arg-type]
-    if not settings.keys() - own - Recipe.model_fields.keys():
-        return dict(settings)  # the other methods need not be imported
-    others = _keys_of_others(method)
-    given = {key: section_of(others[key]) for key in others if key in settings}
-    if useless := [key for key, of in given.items() if not _is_usual(key, settings[key], of)]:
+def _owners(keys: Iterable[str], method: type[Settings]) -> dict[str, type[Settings]]:
+    """Return which of the keys are settings of other methods alone, and of which one.
+
+    Methods are imported one after the other, and only until every key has an owner.
+    """
+    foreign = {*keys} - _keys_of(method) - Recipe.model_fields.keys()
+    owners: dict[str, type[Settings]] = {}
+    for name in METHODS:
+        if foreign <= owners.keys():
+            break
+        owners |= dict.fromkeys(foreign & _keys_of(METHODS[name]), METHODS[name])
+    return owners
+
+
+def _without_foreign(settings: Mapping[str, Any], method: type[Settings]) -> dict[str, Any]:
+    """Drop settings of other methods that have their default values; refuse other values."""
+    owners = _owners(settings, method)
+    useless = [
+        key
+        for key in settings
+        if key in owners and not _is_default(key, settings[key], section_of(owners[key]))
+    ]
+    if useless:
         raise OptionError(f"method={_method_name(settings)} has no use for {', '.join(useless)}.")
-    return {key: value for key, value in settings.items() if key not in others}
+    return {key: value for key, value in settings.items() if key not in owners}
 
 
-def _is_usual(key: str, value: Any, section: type[Section]) -> bool:
-    """Say whether a value is the default of a key."""
+def _is_default(key: str, value: Any, section: type[Section]) -> bool:
     try:
         chosen = getattr(section.model_validate({key: value}), key)
     except ValidationError:
@@ -285,7 +292,7 @@ def _exchange_limit(settings: Mapping[str, Any], named: set[str]) -> None:
 def _outdated(settings: Mapping[str, Any], asked: set[str], source: str) -> set[str]:
     """Return what a recipe says, but has no place beside what is asked for."""
     method = _explaining(source, method_of, settings)
-    outdated = set(_keys_of_others(method)) if "method" in asked else set()
+    outdated = set(_owners(settings, method)) if "method" in asked else set()
     # λ = 0 is a wish too: ordered ranks, and all of them stay
     if any(key == "penalty" or settings.get(key) for key in asked & {*method.alternatives}):
         outdated |= {*method.alternatives}
@@ -305,7 +312,7 @@ def checked(settings: Mapping[str, Any], source: str) -> Recipe:
     method = _explaining(source, method_of, settings)
     kind = _recipe_of(method)
     try:
-        return kind.model_validate(_explaining(source, _without_others, settings, method))
+        return kind.model_validate(_explaining(source, _without_foreign, settings, method))
     except ValidationError as error:
         raise OptionError(f"{source}: {in_one_line(error, kind)}") from None
 

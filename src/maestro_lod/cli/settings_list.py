@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
 from maestro_lod.cli.methods import METHODS
 from maestro_lod.cli.recipe import Recipe
-from maestro_lod.cli.sections import Section, section_of
+from maestro_lod.cli.sections import alternatives, section_of, sections_in
 from maestro_lod.cli.yaml_settings import shown
 
 
@@ -63,7 +62,7 @@ def _method_settings() -> Iterator[Setting]:
 
 def _settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
     for key, field in section.model_fields.items():
-        inner = [kind for kind in _kinds(field.annotation) if _is_section(kind)]
+        inner = sections_in(field.annotation)
         for kind in inner:
             yield from _settings_of(kind, f"{prefix}{key}.")
         if not inner:
@@ -73,28 +72,13 @@ def _settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[Setting
             yield Setting(prefix + key, values, "" if empty else default, meaning)
 
 
-def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a type, None left out."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(kind for kind in get_args(annotation) if kind is not type(None))
-    return (annotation,)
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
-
-
 def _values(annotation: Any) -> str:
-    return " or ".join(dict.fromkeys(_value(kind) for kind in _kinds(annotation)))
+    return " or ".join(dict.fromkeys(map(_value, alternatives(annotation))))
 
 
 def _value(kind: Any) -> str:
     origin = get_origin(kind)
-    if origin is Annotated:
-        return _value(get_args(kind)[0])
-    if origin is Literal:
-        return ", ".join(get_args(kind))
-    return _VALUES[origin or kind]
+    return ", ".join(get_args(kind)) if origin is Literal else _VALUES[origin or kind]
 
 
 _VALUES = {
