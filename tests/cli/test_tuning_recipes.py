@@ -26,8 +26,8 @@ from maestro_lod.cli.display import Display
 from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.cli.recipe import Recipe, load_recipe
 from maestro_lod.cli.run import Interrupted, Run
-from maestro_lod.cli.tuning.outcome import Tuned
 from maestro_lod.cli.tuning.recipes import Tuning
+from maestro_lod.cli.tuning.search import Tuned
 from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import summary
 from maestro_lod.model.surgery import extract

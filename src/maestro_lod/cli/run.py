@@ -18,12 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from maestro_lod.cli.consent import remember_trust, require_trust
 from maestro_lod.cli.data import Data
 from maestro_lod.cli.recipe import SGD, Recipe, checked, dumped
 from maestro_lod.cli.report import write_report
-from maestro_lod.cli.run_directory import RunDirectory
-from maestro_lod.cli.run_identity import (
+from maestro_lod.cli.run_files import (
+    RunDirectory,
     fixed_settings,
     require_same_settings,
     require_same_weights,
@@ -31,6 +30,7 @@ from maestro_lod.cli.run_identity import (
 )
 from maestro_lod.cli.setup import Setup, data_of, dense_model_of, model_of
 from maestro_lod.cli.torchrun import any_says, by_the_first, is_first, processes, wrapped
+from maestro_lod.cli.user_code import remember_trust, require_trust
 from maestro_lod.cli.yaml_settings import settings_in
 from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.files.atomic import alone_in, remove_leftovers, require_no_link_out

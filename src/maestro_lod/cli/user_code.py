@@ -1,15 +1,25 @@
-"""Code that a recipe names as its user's own: how it is found and called, and what is said."""
+"""User code that a recipe names as `package.module:function`: consent to it, import and call.
+
+A run directory from elsewhere runs no code without consent. Training a recipe is consent to its
+functions: a digest of them and their options goes into the file `trusted` of the cache folder. For
+every other directory the user has to give it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
+import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from maestro_lod.cli.cache_directory import cache_directory
 from maestro_lod.errors import MaestroError, OptionError, listed, nearest
 
 
@@ -117,3 +127,59 @@ def failure(what: str, error: Exception, own: bool = True) -> MaestroError:
 def with_article(value: object) -> str:
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+# -- consent -------------------------------------------------------------------------------------
+
+
+def require_trust(settings: Mapping[str, Any], source: Path) -> None:
+    """Refuse settings that name functions which were not trained with here; imports nothing."""
+    functions = _functions(settings)
+    if not functions or os.environ.get("LOD_TRUST") == "1" or _digest(functions) in _trusted():
+        return
+    shown = listed(f"{key} {function['name']}" for key, function in functions.items())
+    raise OptionError(
+        f"{source} names code to run, {shown}, and was not trained here by you. If you trust it, "
+        "say so: --trust, or LOD_TRUST=1; Run.open(…, trust=True) in Python."
+    )
+
+
+def remember_trust(settings: Mapping[str, Any]) -> None:
+    """Note that the functions which settings name are this user's own choice."""
+    functions = _functions(settings)
+    if not functions or _digest(functions) in _trusted():
+        return
+    with suppress(OSError):  # then they will be asked for consent
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        with _file().open("a", encoding="ascii") as file:
+            file.write(f"{_digest(functions)}\n")
+
+
+def _functions(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the functions that settings name, by what they are for, with their options."""
+    functions = {}
+    for key in ("model", "data", "loss", "method"):
+        chosen = settings.get(key)
+        section = chosen if isinstance(chosen, Mapping) else {"name": chosen}
+        name = section.get("name")
+        if isinstance(name, str) and ":" in name:
+            functions[key] = {"name": name, "options": section.get("options") or {}}
+    if functions:  # the same names mean other functions elsewhere
+        functions["code"] = {"name": str(settings.get("code") or Path.cwd()), "options": {}}
+    return functions
+
+
+def _digest(functions: Mapping[str, Any]) -> str:
+    text = json.dumps(functions, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _file() -> Path:
+    return cache_directory() / "trusted"
+
+
+def _trusted() -> set[str]:
+    try:
+        return {*_file().read_text(encoding="ascii").split()}
+    except (OSError, ValueError):
+        return set()
