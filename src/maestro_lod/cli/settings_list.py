@@ -1,4 +1,4 @@
-"""Every setting in words, for help and documentation."""
+"""Table of all settings, for help and documentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from maestro_lod.cli.yaml_settings import shown
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, in words."""
+    """One setting: its dotted key, possible values, default and meaning."""
 
     key: str
     values: str
@@ -26,10 +26,10 @@ class Setting:
 
 
 def all_settings() -> list[Setting]:
-    """Return every setting that a recipe can have, in order, for help and documentation."""
+    """Return every setting that a recipe can have, in order; imports every method."""
     merged: dict[str, Setting] = {}
     for new in _recipe_settings():
-        if old := merged.get(new.key):  # the same of an alternative, such as another optimizer
+        if old := merged.get(new.key):  # an alternative, such as another optimizer, has it too
             defaults = dict.fromkeys((*old.default.split(" or "), new.default))
             new = Setting(
                 old.key,
@@ -51,7 +51,7 @@ def _recipe_settings() -> Iterator[Setting]:
 
 
 def _method_settings() -> Iterator[Setting]:
-    """Give the settings of all methods; those that `lod` does not have say whose they are."""
+    """Yield the settings of all methods; those that `lod` lacks name their methods."""
     of = {name: [*_settings_of(section_of(method))] for name, method in METHODS.items()}
     for settings in of.values():
         for setting in settings:

@@ -24,18 +24,18 @@ from maestro_lod.errors import MaestroError, OptionError, listed, nearest
 
 
 class OwnCodeError(MaestroError, RuntimeError):
-    """Code that a recipe names as its user's own has failed; the cause is what it raised."""
+    """User code that a recipe names has raised an exception, which is the cause of this one."""
 
 
 def names_own_code(settings: Mapping[str, Any]) -> bool:
-    """Return whether settings, as they are written, name a function of their user's own."""
+    """Return True if unchecked settings name a function as `module:function`."""
     chosen = (settings.get(key) for key in ("model", "data", "loss", "method"))
     names = (part.get("name") if isinstance(part, Mapping) else part for part in chosen)
     return any(isinstance(name, str) and ":" in name for name in names)
 
 
 def _make_importable(module: str, code: object) -> None:
-    """Search a folder for modules too if it has this one; after all others, so it shadows none."""
+    """Append the folder that has a module to sys.path, at the end: it shadows no other module."""
     top = module.partition(".")[0]
     installed = PathFinder.find_spec(top)
     if top in sys.modules or (installed is not None and installed.loader is not None):
@@ -47,7 +47,7 @@ def _make_importable(module: str, code: object) -> None:
 
 
 def own_function(name: str, what: str, code: object = None) -> Callable[..., Any]:
-    """Import a user's `package.module:function`, whose consent is there.
+    """Import a user's `package.module:function`; the caller has made sure of consent.
 
     Modules that are not installed are searched in the folder `code` and the working directory.
     """
@@ -83,7 +83,7 @@ def parameters_of(function: Callable[..., Any], what: str) -> Mapping[str, inspe
 
 
 def called(function: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
-    """Call a function with options, or say which of them it cannot take."""
+    """Call a function with options; raise OptionError for an option that it does not take."""
     parameters = parameters_of(function, what)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         for option in options:
@@ -105,7 +105,7 @@ def called(function: Callable[..., Any], options: Mapping[str, Any], what: str) 
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the closest known name, or with a colon for `package.function`."""
+    """Return a hint: the closest known name, or a dotted name written with a colon."""
     module, _, function = name.rpartition(".")
     if all(part.isidentifier() for part in (*module.split("."), function)):
         return f" Did you mean '{module}:{function}'?"
@@ -120,7 +120,7 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def failure(what: str, error: Exception, own: bool = True) -> MaestroError:
-    """Blame a user's own code if there is any in it, or else the options that were given."""
+    """Return an error that blames user code if any was called, else the given options."""
     return (OwnCodeError if own else OptionError)(f"{what}: {type(error).__name__}: {error}")
 
 
@@ -133,30 +133,30 @@ def with_article(value: object) -> str:
 
 
 def require_trust(settings: Mapping[str, Any], source: Path) -> None:
-    """Refuse settings that name functions which were not trained with here; imports nothing."""
+    """Raise OptionError if settings name functions without consent; imports nothing."""
     functions = _functions(settings)
     if not functions or os.environ.get("LOD_TRUST") == "1" or _digest(functions) in _trusted():
         return
     shown = listed(f"{key} {function['name']}" for key, function in functions.items())
     raise OptionError(
         f"{source} names code to run, {shown}, and was not trained here by you. If you trust it, "
-        "say so: --trust, or LOD_TRUST=1; Run.open(…, trust=True) in Python."
+        "give --trust, or set LOD_TRUST=1; in Python: Run.open(…, trust=True)."
     )
 
 
 def remember_trust(settings: Mapping[str, Any]) -> None:
-    """Note that the functions which settings name are this user's own choice."""
+    """Record the user's consent to the functions that settings name."""
     functions = _functions(settings)
     if not functions or _digest(functions) in _trusted():
         return
-    with suppress(OSError):  # then they will be asked for consent
+    with suppress(OSError):  # the next command asks for consent
         _file().parent.mkdir(parents=True, exist_ok=True)
         with _file().open("a", encoding="ascii") as file:
             file.write(f"{_digest(functions)}\n")
 
 
 def _functions(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the functions that settings name, by what they are for, with their options."""
+    """Return the functions that settings name, and their options, by setting."""
     functions = {}
     for key in ("model", "data", "loss", "method"):
         chosen = settings.get(key)
