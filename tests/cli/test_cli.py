@@ -165,14 +165,14 @@ WRONG = {
     "train missing.yaml": "recipe missing.yaml cannot be read (No such file or directory)",
     "train binary.yaml": "recipe binary.yaml cannot be read",
     "train directory.yaml": "recipe directory.yaml cannot be read (Is a directory)",
-    "train list.yaml": "list.yaml holds no settings: it must be a mapping",
-    "train empty.yaml": "empty.yaml holds no settings",
-    "train broken.yaml": "broken.yaml is no valid YAML: while parsing",
+    "train list.yaml": "list.yaml contains no settings: it must be a mapping",
+    "train empty.yaml": "empty.yaml contains no settings",
+    "train broken.yaml": "broken.yaml is not valid YAML: while parsing",
     "train short.yaml": "short.yaml: 'epochs' is missing",
     "train notes.txt": "there is no recipe 'notes.txt'",
     "summary digitz": "there is no recipe 'digitz'. Did you mean 'digits'?",
     # settings
-    "train digits --set epochs": "'epochs' is no setting: write key=value",
+    "train digits --set epochs": "'epochs' is not a setting. Write key=value",
     "train digits --set epoch=3": "there is no setting 'epoch'. Did you mean 'epochs'?",
     "train digits --set optimizer.lrate=3": "there is no setting 'optimizer.lrate'",
     "train digits --set optimiser.lr=3": "no setting 'optimiser'. Did you mean 'optimizer'?",
@@ -183,7 +183,7 @@ WRONG = {
     "train digits --set penalty=true": "penalty=true must be a number",
     "train digits --set shrink=maybe": 'shrink="maybe" must be true or false',
     "train digits --set threshold=.nan": "threshold=NaN must be",
-    "train digits --set epochs=[1": "the value in 'epochs=[1' is no valid YAML",
+    "train digits --set epochs=[1": "the value in 'epochs=[1' is not valid YAML",
     "train digits --set method=svdd": 'method="svdd" is unknown',
     "train digits --set sampling=pair": "Did you mean 'pairs'?",
     "train digits --set optimizer=adamm": "Did you mean 'adam'?",
@@ -220,10 +220,10 @@ WRONG = {
     f"{DIGITS} --set model=nowhere:model": "cannot import 'nowhere' (No module named 'nowhere')",
     f"{DIGITS} --set model=parts:modle": "no function 'modle'. Did you mean 'model'?",
     f"{DIGITS} --set model=:model": "must be written as package.module:function",
-    f"{DIGITS} --set model=parts:number": "returned an int, no torch.nn.Module",
+    f"{DIGITS} --set model=parts:number": "returned an int. Return a torch.nn.Module",
     f"{OWN} --set model.options.widht=3": "takes no 'widht'. Did you mean 'width'?",
     f"{DIGITS} --set data=parts:data": "data.limit is for built-in data",
-    "train digits --set data=parts:no_splits": "returned a list: return a Data, or a mapping",
+    "train digits --set data=parts:no_splits": "returned a list. Return a Data, or a mapping",
     "train digits --set data=parts:no_batch": "takes no 'batch'",
     "train digits --set data=parts:generator": "used up after one pass",
     "train digits --data x --set data=parts:data": "data.directory is for built-in data",
@@ -236,7 +236,7 @@ WRONG = {
     "resume notes.txt": "notes.txt is no directory",
     "resume full": "full holds no run (no config.yaml)",
     "resume finished": "has finished. To write its report anew: lod report finished",
-    "resume damaged": "damaged/config.yaml is no valid YAML",
+    "resume damaged": "damaged/config.yaml is not valid YAML",
     "resume foreign": "foreign/config.yaml: there is no setting 'epoch'",
     "report nowhere": "there is no such directory",
     "report full": "full is no run",
@@ -244,7 +244,7 @@ WRONG = {
     "report damaged": "damaged/config.yaml is damaged",
     "summary full": "full holds no run",
     "summary finished --set epochs=3": "--set changes a recipe; the settings of a run are fixed",
-    "summary unfinished": "has not finished. Go on with: lod resume unfinished",
+    "summary unfinished": "has not finished. Resume with: lod resume unfinished",
 }
 
 
@@ -356,7 +356,7 @@ def test_our_own_fault_is_owned_up_to(lod: Lod, monkeypatch: pytest.MonkeyPatch)
     assert done.code == 1
     assert done.err.startswith("Traceback") and "ZeroDivisionError" in done.err
     assert done.err.endswith(
-        "lod: this is a fault of lod, not yours; please report it with the above.\n"
+        "lod: this is a bug in lod; please report it with the traceback above.\n"
     )
 
 
@@ -436,7 +436,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
             if line.startswith("epoch 1/3"):
                 process.send_signal(signal.SIGINT)
     assert process.returncode == 130
-    assert lines[-1] == "stopped; everything is saved. Go on with: lod resume run\n"
+    assert lines[-1] == "stopped; everything is saved. Resume with: lod resume run\n"
     assert not Path("run/result.json").exists()
     monkeypatch.setenv("SECONDS_PER_BATCH", "0")
     assert lod("resume", "run").code == 0
@@ -446,8 +446,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
 @pytest.mark.parametrize(
     ("signals", "code", "message"),
     [
-        ([signal.SIGINT], 130, "stopped; everything is saved. Go on with: lod resume 'a run'"),
-        ([signal.SIGTERM], 143, "stopped; everything is saved. Go on with: lod resume 'a run'"),
+        ([signal.SIGINT], 130, "stopped; everything is saved. Resume with: lod resume 'a run'"),
+        ([signal.SIGTERM], 143, "stopped; everything is saved. Resume with: lod resume 'a run'"),
         ([signal.SIGINT] * 2, 130, "lod: interrupted. Go on from the last checkpoint with: lod "),
     ],
 )

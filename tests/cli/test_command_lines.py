@@ -95,7 +95,7 @@ odd = st.one_of(st.sampled_from(ODD), st.sampled_from(PLACES), st.integers().map
 @lru_cache
 def options_of(command: str) -> dict[str, bool]:
     """Return the options that a command has, and whether each takes a value."""
-    found = [p for p in cli._loaded(command).params if p.param_type_name == "option"]
+    found = [p for p in cli._load(command).params if p.param_type_name == "option"]
     return {name: not p.is_flag for p in found for name in p.opts}
 
 

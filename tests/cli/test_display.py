@@ -113,10 +113,10 @@ def test_resumed_run_says_where_it_is(tmp_path: Path) -> None:
     shown(run, terminal=False, stop=lambda: next(steps))
     lines = shown(run, terminal=False).splitlines()
     assert lines[0].startswith(f"resuming {tmp_path}/run: lenet on digits")
-    assert lines[2] == "going on at epoch 1, batch 4"
+    assert lines[2] == "resuming at epoch 1, batch 4"
     assert [line[:9] for line in lines[3:]] == ["epoch 1/2", "epoch 2/2"]
     (run.directory / "result.json").unlink()
-    assert shown(run, terminal=False).endswith("\ngoing on after its last epoch\n")
+    assert shown(run, terminal=False).endswith("\nresuming after the last epoch\n")
 
 
 def test_resumed_bars_begin_where_they_were(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def end_of(arguments: list[str], directory: Path, outside: Outside) -> str:
     outside.require_untouched([*_OPENED], out, err, *pages)
     assert not (directory / hostile.RAN).exists(), "code of the directory has run"
     assert sys.path == searched
-    assert "Traceback" not in err and "fault of lod" not in err, err
+    assert "Traceback" not in err and "bug in lod" not in err, err
     if code == 0:
         return ANSWERED
     said = [line for line in err.splitlines() if line.startswith("lod: ")]

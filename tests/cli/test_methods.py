@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,38 @@ from maestro_lod.train.method import RunPlan, Settings, setting
 from maestro_lod.train.objective import Budget, Pressure
 from maestro_lod.train.progress import EpochRecord, MethodRecord
 from tests.support.runs import assert_same_end, stopped
+
+# -- found by name -------------------------------------------------------------------------------
+
+IMPORTED = """
+import sys
+from maestro_lod.cli import main
+main._load("train")
+from maestro_lod.cli.recipe import load_recipe
+print(load_recipe("digits", sys.argv[1:]).method)
+print(*sorted(m for m in sys.modules if m.startswith("maestro_lod.baselines.")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "imported"),
+    [
+        ([], "lod", []),
+        (["penalty=1e-3", "epochs=2"], "lod", []),
+        (["method=dense"], "dense", []),
+        (["method=svd"], "svd", ["maestro_lod.baselines.svd"]),
+    ],
+)
+def test_a_recipe_imports_no_method_but_its_own(
+    changes: list[str], method: str, imported: list[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *changes], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[0] == method
+    found = done.stdout.splitlines()[1].split()
+    assert [name for name in found if name.rpartition(".")[2] in METHODS] == imported
+
 
 # -- a method of one's own -----------------------------------------------------------------------
 
@@ -147,7 +181,7 @@ def test_fit_tells_a_method_of_the_plan_and_the_last_epoch() -> None:
 
 def test_a_name_is_given_once(pruning: None) -> None:
     register("pruning", PruningSettings)  # the same again
-    with pytest.raises(OptionError, match="a method 'lod' already"):
+    with pytest.raises(OptionError, match="there already is a method 'lod'"):
         register("lod", PruningSettings)
 
 
@@ -188,7 +222,7 @@ def test_a_small_budget_begins_narrower(changes: list[str], narrower: bool) -> N
         (["method=pruning", "keep=-1"], "keep=-1 must be greater than or equal to 0"),
         (["method=pruning", "kep=1"], "no setting 'kep'. Did you mean 'keep'"),
         (["method=prune"], "method=\"prune\" is unknown. Did you mean 'pruning'"),
-        (["method=test_methods:Pruning"], "is no class of"),
+        (["method=test_methods:Pruning"], "is not a subclass of"),
         (["method=3"], "method=3 must be text"),
     ],
 )

@@ -274,11 +274,11 @@ REFUSED = {
     "decompose.ranks={fc1: a}": "decompose.ranks: must be a rank, or a share of the full rank",
     "loss.options={}": "there is no setting 'loss.options'. Known: name.",
     "distill=true": "distill needs its teacher: set full_pass=true too.",
-    "epochs": "'epochs' is no setting: write key=value, such as budget.params=25%.",
-    "=3": "'=3' is no setting",
-    ".=3": "'.=3' is no setting",
-    "epochs=[1": "the value in 'epochs=[1' is no valid YAML.",
-    "description=2024-13-45": "the value in 'description=2024-13-45' is no valid YAML.",
+    "epochs": "'epochs' is not a setting. Write key=value, such as budget.params=25%.",
+    "=3": "'=3' is not a setting",
+    ".=3": "'.=3' is not a setting",
+    "epochs=[1": "the value in 'epochs=[1' is not valid YAML.",
+    "description=2024-13-45": "the value in 'description=2024-13-45' is not valid YAML.",
 }
 
 
@@ -327,12 +327,15 @@ def test_contradictions_are_refused(changes: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no settings"),
-        (b"- a\n- b\n", "must be a mapping of keys to values"),
-        (b"1: 2\n", "holds no settings"),
-        (b"a: [1\nb: 2", "is no valid YAML: while parsing a flow sequence"),
-        (b"a: 2024-13-45", "is no valid YAML: month must be in"),
-        (b"a: !!python/object:os.system {}", "is no valid YAML: could not determine a constructor"),
+        (b"", "contains no settings"),
+        (b"- a\n- b\n", "Write a mapping of keys to values."),
+        (b"1: 2\n", "contains no settings"),
+        (b"a: [1\nb: 2", "is not valid YAML: while parsing a flow sequence"),
+        (b"a: 2024-13-45", "is not valid YAML: month must be in"),
+        (
+            b"a: !!python/object:os.system {}",
+            "is not valid YAML: could not determine a constructor",
+        ),
         (b"\xff\xfe\x00", "cannot be read"),
         (b"model: lenet\ndata: digits\n", "'epochs' is missing."),
     ],
@@ -415,8 +418,8 @@ def test_documented_recipe_is_valid(tmp_path: Path) -> None:
     [
         ("epochs: 1\nepochs: 2\n", "the key 'epochs' is there twice"),
         ("optimizer: {lr: 0.1, lr: 0.2}\n", "the key 'lr' is there twice"),
-        ("a: " + "[" * 5000, "is no valid YAML"),
-        ("epochs: " + "9" * 6000, "is no valid YAML"),
+        ("a: " + "[" * 5000, "is not valid YAML"),
+        ("epochs: " + "9" * 6000, "is not valid YAML"),
         ("{model: lenet, data: digits, epochs: 1:30}", 'epochs="1:30" must be a whole number'),
     ],
     ids=["twice", "twice inside", "deep", "digits", "sexagesimal"],

@@ -610,7 +610,7 @@ def test_damaged_settings_are_named(tmp_path, content):
     run = write_run(tmp_path / "run", done=1)
     (run / "config.yaml").write_text(content)
     with pytest.raises(
-        CheckpointError, match=r"config\.yaml (is no valid YAML|holds no settings)"
+        CheckpointError, match=r"config\.yaml (is not valid YAML|contains no settings)"
     ) as raised:
         write_report([run], tmp_path / "report.html")
     assert "\n" not in str(raised.value)

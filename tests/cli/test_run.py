@@ -488,7 +488,7 @@ def test_only_a_finished_run_has_a_result(finished: Run, tmp_path: Path) -> None
     (tmp_path / "run" / "result.json").unlink()
     run = Run.open(tmp_path / "run")
     assert not run.finished
-    with pytest.raises(OptionError, match=r"has not finished\. Go on with: lod resume"):
+    with pytest.raises(OptionError, match=r"has not finished\. Resume with: lod resume"):
         run.trained()
 
 

@@ -248,7 +248,9 @@ def test_wrong_options_of_built_in_parts_are_refused() -> None:
         OptionError, match=r"model 'lenet' failed: TypeError: .*must be tuple of int"
     ):
         Setup.of(digits("model.options.classes=many"))
-    with pytest.raises(OptionError, match=r"data\.options has batch, limit, a setting of every"):
+    with pytest.raises(
+        OptionError, match=r"data\.options contains batch, limit, which every dataset has"
+    ):
         Setup.of(digits("data.options={limit: 3, batch: 3}"))
 
 
@@ -330,7 +332,7 @@ WRONG: dict[str, tuple[Callable[[], Recipe], str]] = {
     "no name": (lambda: own("parts:"), "must be written as package.module:function"),
     "no path": (lambda: own(":model"), "must be written as package.module:function"),
     "relative": (lambda: own(".parts:model"), "must be written as package.module:function"),
-    "no model": (lambda: own("parts:number"), "returned an int, no torch.nn.Module"),
+    "no model": (lambda: own("parts:number"), "returned an int. Return a torch.nn.Module"),
     "no signature": (lambda: own("builtins:dict"), "cannot be called: no signature"),
     "wrong option": (
         lambda: own({"name": "parts:model", "options": {"widht": 3}}),
@@ -338,12 +340,12 @@ WRONG: dict[str, tuple[Callable[[], Recipe], str]] = {
     ),
     "missing option": (lambda: own("parts:sized"), "missing a required argument: 'classes'"),
     "no batch": (lambda: own(data="parts:number"), "data 'parts:number' takes no 'batch'"),
-    "list": (lambda: own(data="parts:listed"), "returned a list: return a Data, or a mapping"),
+    "list": (lambda: own(data="parts:listed"), "returned a list. Return a Data, or a mapping"),
     "splits": (lambda: own(data="parts:unknown"), "returned unknown splits: tests"),
     "generator": (lambda: own(data="parts:generator"), "'validation' is a list_iterator, used up"),
     "empty": (lambda: own(data="parts:empty"), "'train' has no batch"),
     "empty data": (lambda: own(data="parts:empty_data"), "'train' has no batch"),
-    "no pairs": (lambda: own(data="parts:rows"), "'train' gives a list, not pairs"),
+    "no pairs": (lambda: own(data="parts:rows"), "'train' yields a list. Yield pairs"),
     "no length": (lambda: own(data="parts:no_length"), "'train' has no length"),
     "stream": (lambda: own(data="parts:stream"), "'train' has no length"),
     "directory": (
@@ -371,7 +373,7 @@ def test_what_own_code_raises_is_kept(parts: None) -> None:
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     with pytest.raises(OwnCodeError, match="model 'syntax:model' cannot be imported: SyntaxError"):
         Setup.of(own("syntax:model"))
-    with pytest.raises(OwnCodeError, match=r"'train' gives no batch: KeyError: 'row 7'"):
+    with pytest.raises(OwnCodeError, match=r"'train' yields no batch: KeyError: 'row 7'"):
         Setup.of(own(data="parts:broken"))
     with pytest.raises(OwnCodeError, match=r"model 'lenet' cannot run on data 'parts:mapping'"):
         Setup.of(own("lenet"))

@@ -111,7 +111,7 @@ def test_a_signal_stops_all_processes_with_a_checkpoint_and_they_go_on(recipe, t
     said, complained = going.communicate()
     assert going.returncode == 130, complained[-3000:]
     again = f"lod resume {out} --nproc 2"
-    assert said.count(f"stopped; everything is saved. Go on with: {again}") == 1
+    assert said.count(f"stopped; everything is saved. Resume with: {again}") == 1
     assert load_state(out / "checkpoint.safetensors")["progress"]["batch"] > 0
     Run.open(out).train()
     assert_same_run(Run(out, alone.recipe), alone)

@@ -26,8 +26,8 @@ from maestro_lod.cli.display import Display
 from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.cli.recipe import Recipe, load_recipe
 from maestro_lod.cli.run import Interrupted, Run
-from maestro_lod.cli.tuning.outcome import Tuned
 from maestro_lod.cli.tuning.recipes import Tuning
+from maestro_lod.cli.tuning.search import Tuned
 from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import summary
 from maestro_lod.model.surgery import extract
@@ -410,7 +410,7 @@ def test_the_program_says_how_to_go_on(
     monkeypatch.setattr(Display, "epoch", interrupt)
     assert lod(*COMMAND, "--out", str(tmp_path)) == 130
     assert capsys.readouterr().out.endswith(
-        "stopped; everything is saved. Go on with: the same command\n"
+        "stopped; everything is saved. Resume with: the same command\n"
     )
     assert (tmp_path / "trial-0" / "checkpoint.safetensors").exists()
 
@@ -451,7 +451,7 @@ def test_a_kill_loses_nothing_but_the_epoch_it_was_in(
     assert [trial.status for trial in found.trials].count("stopped") == 1
     assert found.cost == pytest.approx(whole.cost)  # what it had spent was not spent again
     shown = (tmp_path / "output.txt").read_text()
-    assert re.search(r"resuming search/trial-2: .*\n.*\ngoing on at epoch", shown)
+    assert re.search(r"resuming search/trial-2: .*\n.*\nresuming at epoch", shown)
 
 
 if __name__ == "__main__":

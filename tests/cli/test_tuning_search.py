@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maestro_lod.cli.tuning.outcome import Tuned
-from maestro_lod.cli.tuning.search import explore, tune
+from maestro_lod.cli.tuning.search import Tuned, explore, tune
 from maestro_lod.cli.tuning.trials import Reached, Report
 from maestro_lod.errors import OptionError, TrainingError
 

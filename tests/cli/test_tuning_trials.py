@@ -27,8 +27,7 @@ from optuna.trial import TrialState
 
 from maestro_lod.cli.tuning import storage as storage_module
 from maestro_lod.cli.tuning import worker as worker_module
-from maestro_lod.cli.tuning.outcome import Front, Tuned
-from maestro_lod.cli.tuning.search import _Halving, _Tradeoffs, explore, tune
+from maestro_lod.cli.tuning.search import Front, Tuned, _Halving, _Tradeoffs, explore, tune
 from maestro_lod.cli.tuning.storage import Direction, open_study
 from maestro_lod.cli.tuning.trials import (
     Enough,

@@ -1,4 +1,4 @@
-"""What `lod bench` shows: a run's model dense, as it was trained and at smaller sizes."""
+"""Measurements of `lod bench`: a run's model as dense, as trained and at smaller sizes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,20 @@ def bench(
     beside: Trained | None = None,
     on_progress: OnProgress | None = None,
 ) -> str:
-    """Return a table of dense, trained and deployed sizes: cost, latency and test metrics.
+    """Measure the dense model, the trained model and smaller sizes.
 
-    `beside` is another run of the same task, such as one that was trained dense.
+    Args:
+        trained: The model of a finished run.
+        shares: The smaller sizes, as shares of the dense MACs.
+        batch: Batch size of the timings.
+        beside: Another run of the same task, such as a dense training.
+        progress: Called while sizes are searched.
+
+    Returns:
+        A table of cost, latency and test metrics.
+
+    Raises:
+        OptionError: If the two runs were trained on different data.
     """
     found, example = frontier_of(trained, on_progress), trained.example(batch)
     models = _models_to_bench(trained, found, shares)
@@ -60,19 +71,19 @@ def bench(
 def _require_same_data(trained: Trained, beside: Trained) -> None:
     if trained.run.recipe.data != beside.run.recipe.data:
         raise OptionError(
-            f"{beside.run.directory} was trained on other data than {trained.run.directory}: they "
-            "cannot be compared."
+            f"{beside.run.directory} was trained on other data than {trained.run.directory}. Give "
+            "a run of the same data."
         )
 
 
 def _models_to_bench(
     trained: Trained, found: Frontier, shares: Sequence[float]
 ) -> dict[str, nn.Module]:
-    """Return the dense model, the trained one, and those sizes that the frontier reaches."""
+    """Return the dense model, the trained model and the sizes that the frontier reaches."""
     model = trained.model
     models = {"dense form": trained.dense(), "as trained": extract(model)}
     for share in shares:
-        with suppress(OptionError):  # the frontier does not reach so far down
+        with suppress(OptionError):  # the frontier has no size that small
             choice = Choice(model, found, {"max_macs": share}, trained.data.example)
             models[f"≤ {share:.0%} of MACs"] = choice.best()[1]
     return models

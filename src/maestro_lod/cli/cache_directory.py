@@ -1,4 +1,4 @@
-"""Where the program keeps what it need not make twice."""
+"""Cache directory of the program."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """Return the folder: $LOD_CACHE, or ~/.cache/maestro-lod."""
+    """Return $LOD_CACHE, or ~/.cache/maestro-lod."""
     return Path(os.environ.get("LOD_CACHE") or Path.home() / ".cache" / "maestro-lod")

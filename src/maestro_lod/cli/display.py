@@ -1,4 +1,4 @@
-"""How a run looks in the terminal: live bars, or plain lines where there is no terminal."""
+"""Progress of a run: live bars in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVERY = 10.0  # seconds, at least, between lines in a pipe
 
 
 class Display:
-    """A watcher that shows loss, accuracy, total rank and cost relative to dense, live."""
+    """Watcher that shows loss, accuracy, total rank and cost relative to dense."""
 
     def __init__(self, console: Console, quiet: bool = False) -> None:
         self.console = console
@@ -41,9 +41,9 @@ class Display:
         self._epochs, self._batches = run.recipe.epochs, len(setup.data.train)
         self._line(setup.data.note)
         if progress.epoch == self._epochs:
-            self._line("going on after its last epoch")
+            self._line("resuming after the last epoch")
         elif progress.step:
-            self._line(f"going on at epoch {progress.epoch + 1}, batch {progress.batch + 1}")
+            self._line(f"resuming at epoch {progress.epoch + 1}, batch {progress.batch + 1}")
         if self.console.is_terminal and not self.quiet:
             self._show_bars(progress)
 
@@ -56,7 +56,7 @@ class Display:
             TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
             console=self.console,
             expand=True,
-            transient=True,  # what remains are the lines of the epochs
+            transient=True,  # the lines of the epochs remain
         )
         self._run = self._bars.add_task(
             "training",
@@ -72,7 +72,7 @@ class Display:
     def step(self, progress: training.Progress) -> None:
         now = time.monotonic()
         if self._bars is None:
-            if not self.quiet and now - self._refreshed >= _EVERY:  # an epoch that takes long
+            if not self.quiet and now - self._refreshed >= _EVERY:  # a long epoch
                 self._refreshed = now
                 place = f"epoch {progress.epoch + 1}/{self._epochs}, batch {progress.batch}/"
                 means = _described("train", progress.score.means())
@@ -105,7 +105,7 @@ class Display:
         self.close()
 
     def close(self) -> None:
-        """Take the bars down, whatever happened."""
+        """Remove the bars."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
@@ -116,7 +116,7 @@ class Display:
 
 
 def _task(recipe: Recipe) -> str:
-    """Say what is trained on what, how and for how long."""
+    """Describe the training: model, data, method, objective and epochs."""
     settings = recipe.settings
     chosen = {key: getattr(settings, key) for key in settings.alternatives}
     goals = (
@@ -129,7 +129,7 @@ def _task(recipe: Recipe) -> str:
 
 
 def _measures(record: EpochRecord) -> str:
-    """Say loss and accuracy, on held-out data where there is some."""
+    """Describe loss and accuracy, on validation data if there is any."""
     if record.validation:
         return _described("validation", record.validation)
     return _described("train", record.train)
@@ -142,7 +142,7 @@ def _described(split: str, means: Mapping[str, float]) -> str:
 
 
 def _cost(record: EpochRecord) -> str:
-    """Say how large the model is beside the dense one, if it may be another one at all."""
+    """Describe the size of the model relative to dense, or `dense` if it is unchanged."""
     if not record.ranks and {record.relative_params, record.relative_macs} <= {None, 1.0}:
         return "dense"
     parts = [] if record.total_rank is None else [f"rank {record.total_rank}"]

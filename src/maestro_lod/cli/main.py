@@ -1,4 +1,4 @@
-"""`lod …`: thin, strict, typed; a user's mistake is one line and exit code 2."""
+"""Entry point of `lod`; a user's mistake is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -20,65 +20,65 @@ try:
 
     from maestro_lod.cli.terminal import complain
     from maestro_lod.cli.user_code import OwnCodeError
-except ImportError as missing:  # the core works without what the program needs
+except ImportError as missing:  # packages of the extra `cli`
     sys.exit(f"lod needs more than the library itself ({missing}): {install('cli')}")
 
 COMMANDS = {
     "train": (
         "cli.commands.training",
-        "Train a recipe, and write model, metrics and report to a directory.",
+        "Train a recipe; write model, metrics and report to a directory.",
     ),
     "resume": (
         "cli.commands.training",
-        "Go on with a run that was stopped, killed or interrupted, exactly where it was.",
+        "Resume a run that was stopped, killed or interrupted, exactly where it ended.",
     ),
     "tune": (
         "cli.commands.training",
-        "Search the λ that gives a model within limits: halve it until one is accurate enough.",
+        "Search a penalty λ that gives a model within limits on size and accuracy.",
     ),
     "compare": (
         "baselines.compare.command",
-        "Train ways to a smaller model on your task under the same terms, and say which is best.",
+        "Compare methods for smaller models on your task, under the same conditions.",
     ),
     "report": (
         "cli.commands.results",
-        "Write one self-contained HTML page about one run, or several side by side.",
+        "Write a self-contained HTML report of one run, or of several side by side.",
     ),
     "summary": (
         "cli.commands.results",
-        "Print ranks, parameters and MACs of every layer, of a recipe's model or a finished run's.",
+        "Print ranks, parameters and MACs of every layer of a recipe's or a finished run's model.",
     ),
     "demo": (
         "cli.commands.demo",
-        "Show it all in half a minute: train to a size, cut every size, deploy one, compare.",
+        "Run a demonstration in half a minute: train, find every size, deploy one, compare.",
     ),
-    "recipes": ("cli.commands.listing", "List the recipes that come with the library."),
+    "recipes": ("cli.commands.listing", "List the recipes of the library."),
     "frontier": (
         "cli.commands.results",
-        "Find the best submodel for every size, without training, and add them to the report.",
+        "Find the best submodel of every size, without training, and add them to the report.",
     ),
     "deploy": (
         "cli.commands.results",
-        "Write a run's model, as it was trained or cut to a size, to files that were verified.",
+        "Write a run's model, at its trained size or a smaller one, to verified files.",
     ),
     "bench": (
         "cli.commands.results",
-        "Print latency, size and test accuracy of dense and deployed sizes.",
+        "Print latency, size and test accuracy of the dense and of smaller models.",
     ),
     "compress": (
         "cli.commands.compressing",
-        "Cut a pretrained model to a limit, by data and without training.",
+        "Compress a pretrained model to a limit, with data and without training.",
     ),
     "distill": (
         "cli.commands.compressing",
-        "Train a compressed transformers model to reproduce the outputs of the original.",
+        "Distil the original transformers model into its compressed copy.",
     ),
     "verify": (
         "cli.commands.results",
-        "Read every file and say whether it is as it was written; exit code 1 if one is not.",
+        "Verify the checksums of files; exit code 1 if one is damaged.",
     ),
 }
-"""The module of each command and what the command does: help imports none of them."""
+"""Module and help of each command; `lod --help` imports none of the modules."""
 
 
 _RENAMED = {
@@ -92,7 +92,7 @@ _RENAMED = {
 
 
 class _Commands(TyperGroup):
-    """The commands by name; a module is imported when its command is called, and torch with it."""
+    """Commands by name; the module of a command, and torch with it, is imported on use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*COMMANDS]
@@ -109,14 +109,14 @@ class _Commands(TyperGroup):
                 ctx.fail(f"{old.removeprefix(f'{name} ')!r} is called {_RENAMED[old]!r} now.")
         if name not in COMMANDS:
             ctx.fail(f"No such command {name!r}.{nearest(name, COMMANDS)}")
-        return name, _loaded(name), rest
+        return name, _load(name, with_settings=name == "train" and "--help" in rest), rest
 
 
-def _loaded(name: str) -> Any:
-    """Import a command."""
+def _load(name: str, *, with_settings: bool = False) -> Any:
+    """Import a command; its help lists all settings only on demand: that imports every method."""
     module = importlib.import_module(f"maestro_lod.{COMMANDS[name][0]}")
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    epilog = module.settings_help() if name == "train" else None
+    epilog = module.settings_help() if with_settings else None
     single.command(name, epilog=epilog)(getattr(module, name))
     return typer.main.get_command(single)
 
@@ -127,12 +127,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Train a model once, low-rank with ordered ranks, and get every size out.",
+    help="Train a PyTorch model once, low-rank with ordered ranks, and deploy it in every size.",
     epilog="Start with: [bold]lod demo[/bold]",
 )
 
 
-def _say_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         sys.stdout.write(f"lod {__version__}\n")
         raise typer.Exit
@@ -141,13 +141,16 @@ def _say_version(asked: bool) -> None:
 @app.callback()
 def _program(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Which one.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Train a model once, low-rank with ordered ranks, and get every size out."""
+    """Train a PyTorch model once, low-rank with ordered ranks, and deploy it in every size."""
 
 
-# what does not fit is said in one line; torch would log a page about it before
+# a mismatch of shapes is one line; torch would log a page about it first
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 # typer brings its own click, or uses the installed one: take the class from where typer has it
@@ -160,14 +163,14 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(args=arguments, prog_name="lod", standalone_mode=False) or 0
     except OwnCodeError as error:
-        traceback.print_exception(error.__cause__)  # theirs to read
+        traceback.print_exception(error.__cause__)  # the traceback of the user's code
         code = complain(error, 1)
     except (TrainingError, CheckpointError) as error:
         code = complain(error, 1)
     except MaestroError as error:
         code = complain(error, 2)
     except _UsageError as error:
-        message = error.format_message()  # empty where the help was shown instead
+        message = error.format_message()  # empty if the help was shown instead
         end = "" if message.endswith((".", "?")) else "."
         code = complain(f"{message}{end} See: lod --help", 2) if message else 2
     except (KeyboardInterrupt, typer.Abort):
@@ -181,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = complain(f"lod needs more than the library itself ({error}): {install('cli')}", 1)
     except Exception as error:
         if "embedded null" in str(error):
-            sys.exit(complain("a path has a NUL character in it. Give another.", 2))
+            sys.exit(complain("a path contains a NUL character. Give another path.", 2))
         traceback.print_exc()
-        code = complain("this is a fault of lod, not yours; please report it with the above.", 1)
+        code = complain("this is a bug in lod; please report it with the traceback above.", 1)
     sys.exit(code)

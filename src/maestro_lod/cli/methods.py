@@ -1,4 +1,4 @@
-"""The ways to train, by the name that recipes have for them; others can be registered."""
+"""Training methods by name; each is imported when it is named, and others can be registered."""
 
 from __future__ import annotations
 
@@ -24,12 +24,23 @@ METHODS: Registry[type[Settings]] = Registry(
 
 
 def register(name: str, settings: type[Settings]) -> None:
-    """Make a method known by a name: recipes then have it as `method`, and its settings as keys."""
+    """Register a training method for recipes, which then have its settings as keys.
+
+    Args:
+        name: The value of the setting `method`.
+        settings: The settings of the method: a frozen dataclass of `setting` fields.
+
+    Raises:
+        OptionError: If another method has the name.
+
+    Example:
+        >>> register("mine", MySettings)  # lod train digits --set method=mine
+    """
     METHODS.register(name, settings)
 
 
 def method_named(name: str) -> type[Settings]:
-    """Return the settings of a method."""
+    """Return the settings class of a method."""
     if name not in METHODS:
         raise OptionError(
             f'method="{name}" is unknown.{nearest(name, METHODS)} Known: {listed(METHODS, 12)}.'

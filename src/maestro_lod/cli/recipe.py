@@ -1,4 +1,4 @@
-"""A recipe: every setting of a run, typed; read from YAML, changed by key=value, or refused."""
+"""Recipes: every setting of a run, typed, read from YAML and changed by key=value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from pydantic import BeforeValidator, Field, ValidationError, create_model, model_validator
 from torch.optim import Optimizer
 
-from maestro_lod.cli.config_errors import in_one_line
 from maestro_lod.cli.methods import METHODS, method_named
 from maestro_lod.cli.recipe_files import recipe_names, recipe_text
 from maestro_lod.cli.sections import (
@@ -24,8 +23,8 @@ from maestro_lod.cli.sections import (
     Share,
     Switch,
     Whole,
-    as_dataclass,
     fields_of,
+    in_one_line,
     section_of,
 )
 from maestro_lod.cli.user_code import names_own_code, own_function
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 
 def _by_name(usual: str | None = None) -> BeforeValidator:
-    """Let a name stand for a mapping with that name, and a mapping without one mean the usual."""
+    """Accept a name in place of a mapping, and add the usual name to a mapping without one."""
 
     def named(value: Any) -> Any:
         if isinstance(value, str):
@@ -54,33 +53,41 @@ Seed = Annotated[Whole, Field(lt=2**63)]  # what torch's generators take
 
 
 class Named(Section):
-    """Something chosen by name, with options."""
+    """A choice by name, with options."""
 
-    name: str = Field(description="built in, or your own package.module:function")
-    options: dict[str, Any] = Field(default={}, description="its arguments, by name")
+    name: str = Field(description="a built-in name, or your own package.module:function")
+    options: dict[str, Any] = Field(default={}, description="arguments of that function, by name")
 
 
 class DataSettings(Named):
-    """Which data, and how much of it."""
+    """The dataset, and how much of it is used."""
 
-    directory: Path | None = Field(default=None, description="where it lies; else $LOD_DATA")
-    validation: Share = Field(default=0.1, description="share of the training set kept apart")
-    limit: Count | None = Field(default=None, description="use only so many samples")
+    directory: Path | None = Field(
+        default=None, description="directory that contains the dataset; else $LOD_DATA"
+    )
+    validation: Share = Field(
+        default=0.1, description="share of the training set held out for validation"
+    )
+    limit: Count | None = Field(default=None, description="largest number of samples to use")
 
 
 class Loss(Section):
-    """What is minimized beside the penalty."""
+    """The loss that is minimized, apart from the penalty."""
 
-    name: str = Field(default="cross_entropy", description="or your own package.module:function")
+    name: str = Field(
+        default="cross_entropy", description="cross_entropy, or your own package.module:function"
+    )
 
 
 class SGD(Section):
-    name: Literal["sgd"] = Field(default="sgd", description="how weights follow gradients")
+    name: Literal["sgd"] = Field(default="sgd", description="optimizer")
     lr: Positive = Field(default=0.01, description="learning rate")
-    momentum: Share = Field(default=0.9, description="of sgd: share of the last step that goes on")
-    nesterov: Switch = Field(default=False, description="of sgd: look ahead by the momentum")
-    weight_decay: NonNegative = Field(default=0.0, description="pull towards zero")
-    decay_norms: Switch = Field(default=True, description="decay biases and norms too")
+    momentum: Share = Field(default=0.9, description="of sgd: momentum factor")
+    nesterov: Switch = Field(default=False, description="of sgd: use Nesterov momentum")
+    weight_decay: NonNegative = Field(default=0.0, description="decay of the weights towards zero")
+    decay_norms: Switch = Field(
+        default=True, description="apply weight decay to biases and norms too"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> SGD:
@@ -93,33 +100,41 @@ class Adam(Section):
     name: Literal["adam", "adamw"]
     lr: Positive = Field(default=1e-3, description="learning rate")
     betas: tuple[Share, Share] = Field(
-        default=(0.9, 0.999), description="of adam: decay of both moments"
+        default=(0.9, 0.999), description="of adam: decay rates of both moments"
     )
-    eps: Positive = Field(default=1e-8, description="of adam: added to the denominator")
-    weight_decay: NonNegative = Field(default=0.0, description="pull towards zero")
-    decay_norms: Switch = Field(default=True, description="decay biases and norms too")
+    eps: Positive = Field(default=1e-8, description="of adam: constant added to the denominator")
+    weight_decay: NonNegative = Field(default=0.0, description="decay of the weights towards zero")
+    decay_norms: Switch = Field(
+        default=True, description="apply weight decay to biases and norms too"
+    )
 
 
 class Constant(Section):
-    name: Literal["constant"] = Field(default="constant", description="of the learning rate")
+    name: Literal["constant"] = Field(
+        default="constant", description="schedule of the learning rate"
+    )
 
 
 class Milestones(Section):
     name: Literal["milestones"]
-    epochs: list[Count] = Field(description="of milestones: after which the rate falls")
-    factor: Positive = Field(default=0.1, description="of milestones: to which share of itself")
+    epochs: list[Count] = Field(
+        description="of milestones: epochs after which the rate is multiplied"
+    )
+    factor: Positive = Field(default=0.1, description="of milestones: factor at each milestone")
 
 
 class Vaswani(Section):
     name: Literal["vaswani"]
-    warmup: Count = Field(description="of vaswani, cosine, linear: steps up to the rate")
+    warmup: Count = Field(description="of vaswani, cosine, linear: number of warm-up steps")
 
 
 class Falling(Section):
     name: Literal["cosine", "linear"]
-    warmup: Whole = Field(default=0, description="of vaswani, cosine, linear: steps up to the rate")
+    warmup: Whole = Field(
+        default=0, description="of vaswani, cosine, linear: number of warm-up steps"
+    )
     end: Annotated[Number, Field(ge=0.0, le=1.0)] = Field(
-        default=0.0, description="of cosine, linear: share of the rate at the end"
+        default=0.0, description="of cosine, linear: final learning rate, as a share of lr"
     )
 
 
@@ -130,51 +145,60 @@ Schedules = Annotated[
 
 
 class Recipe(Section):
-    """Every setting of a run; each method has a kind of recipe with its own settings too."""
+    """Settings that every run has; a subclass for each method adds those of the method."""
 
-    recipe: str = Field(default="", description="the recipe this began as")
-    code: Path | None = Field(default=None, description="folder of your own modules; the recipe's")
-    description: str = Field(default="", description="one line about it")
+    recipe: str = Field(default="", description="name of the recipe that this one began as")
+    code: Path | None = Field(
+        default=None, description="folder of your own modules; by default that of the recipe"
+    )
+    description: str = Field(default="", description="one line about the recipe")
     model: Annotated[Named, _by_name()]
     data: Annotated[DataSettings, _by_name()]
-    method: str = Field(default="lod", description="how the model is trained; see methods.md")
+    method: str = Field(default="lod", description="training method; see methods.md")
     epochs: Count = Field(description="passes over the training set")
     batch: Annotated[Count, Field(le=2**31 - 1)] = Field(
         default=64, description="samples per batch"
     )
-    seed: Seed = Field(default=0, description="of all randomness")
+    seed: Seed = Field(default=0, description="seed of all random numbers")
     optimizer: Optimizers = SGD()
     schedule: Schedules = Constant()
     loss: Annotated[Loss, _by_name()] = Loss()
     reduction: Literal["mean", "sum"] = Field(
-        default="mean", description="of the cross-entropy over a batch"
+        default="mean", description="reduction of the cross-entropy over a batch"
     )
-    label_smoothing: Share = Field(default=0.0, description="share spread over all classes")
-    clip_norm: Positive | None = Field(default=None, description="largest norm of the gradient")
+    label_smoothing: Share = Field(
+        default=0.0, description="share of the target spread over all classes"
+    )
+    clip_norm: Positive | None = Field(
+        default=None, description="norm to which gradients are clipped"
+    )
     accumulate: Count = Field(default=1, description="batches per optimizer step")
-    amp: Switch = Field(default=False, description="compute in bfloat16 where that is safe")
-    channels_last: Switch = Field(default=False, description="memory layout of images")
-    recalibration: Whole = Field(default=100, description="batches for BatchNorm before evaluation")
-    device: str = Field(default="cpu", description="where to train, such as cuda or mps")
+    amp: Switch = Field(default=False, description="use bfloat16 autocast")
+    channels_last: Switch = Field(default=False, description="store images channels-last")
+    recalibration: Whole = Field(
+        default=100, description="batches that recompute BatchNorm statistics before evaluation"
+    )
+    device: str = Field(default="cpu", description="device to train on, such as cuda or mps")
     threads: Annotated[Count, Field(le=1024)] | None = Field(
-        default=None, description="CPU threads; torch's choice if none"
+        default=None, description="number of CPU threads; torch's default if null"
     )
     checkpoint_every: NonNegative = Field(
-        default=300.0, description="seconds, beside one per epoch"
+        default=300.0, description="seconds between checkpoints, in addition to one per epoch"
     )
-    tensorboard: Switch = Field(default=False, description="write events for TensorBoard too")
+    tensorboard: Switch = Field(default=False, description="also write TensorBoard events")
 
     _method: ClassVar[type[Settings]]
 
     @property
     def settings(self) -> Settings:
-        """What is chosen of the method."""
-        return as_dataclass(self._method, self)
+        """The settings of the method."""
+        return self._method(**{key: getattr(self, key) for key in _keys_of(self._method)})
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        self.settings.require_optimizer(OPTIMIZERS[self.optimizer.name])
-        if self.epochs < (least := self.settings.least_epochs):
+        settings = self.settings  # which refuses what does not go together
+        settings.require_optimizer(OPTIMIZERS[self.optimizer.name])
+        if self.epochs < (least := settings.least_epochs):
             raise ValueError(
                 f"method={self.method} trains in stages: give it {least} epochs or more"
             )
@@ -193,7 +217,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 @functools.cache
 def _recipe_of(method: type[Settings]) -> type[Recipe]:
-    """Return the kind of recipe that has the settings of a method too."""
+    """Return the recipe class that also has the settings of a method."""
     kind = create_model("Recipe", __base__=Recipe, **fields_of(method))
     kind._method = method
     return kind
@@ -204,44 +228,54 @@ def _method_name(settings: Mapping[str, Any]) -> Any:
 
 
 def method_of(settings: Mapping[str, Any]) -> type[Settings]:
-    """Return the method that settings choose, by name or as a user's own package.module:class."""
+    """Return the method that settings name: a registered one, or a user's package.module:class."""
     name = _method_name(settings)
     if not isinstance(name, str):
         raise OptionError(f"method={shown(name)} must be text.")
     if ":" not in name:
         return method_named(name)
-    found: Any = own_function(name, "method", settings.get("code"))
-    if not isinstance(found, type) or not issubclass(found, Settings):
-        raise OptionError(f"method {name!r} is no class of maestro_lod.train.method.Settings.")
-    return found
+    chosen: Any = own_function(name, "method", settings.get("code"))
+    if not isinstance(chosen, type) or not issubclass(chosen, Settings):
+        raise OptionError(
+            f"method {name!r} is not a subclass of maestro_lod.train.method.Settings."
+        )
+    return chosen
 
 
-def _keys_of_others(method: type[Settings]) -> dict[str, type[Settings]]:
-    """Return the settings that belong to other methods alone, and to which."""
-    own = {entry.name for entry in dataclasses.fields(method)}  # type: ignore[arg-type]
-    return {
-        entry.name: other
-        for other in METHODS.values()
-        for entry in dataclasses.fields(other)  # type: ignore[arg-type]
-        if entry.name not in own
-    }
+def _keys_of(method: type[Settings]) -> set[str]:
+    return {entry.name for entry in dataclasses.fields(method)}  # type: ignore[arg-type]
 
 
-def _without_others(settings: Mapping[str, Any], method: type[Settings]) -> dict[str, Any]:
-    """Leave out settings of other methods that are at their defaults, and refuse what is not."""
+def _owners(keys: Iterable[str], method: type[Settings]) -> dict[str, type[Settings]]:
+    """Return which of the keys are settings of other methods alone, and of which one.
+
+    Methods are imported one after the other, and only until every key has an owner.
+    """
+    foreign = {*keys} - _keys_of(method) - Recipe.model_fields.keys()
+    owners: dict[str, type[Settings]] = {}
+    for name in METHODS:
+        if foreign <= owners.keys():
+            break
+        owners |= dict.fromkeys(foreign & _keys_of(METHODS[name]), METHODS[name])
+    return owners
+
+
+def _without_foreign(settings: Mapping[str, Any], method: type[Settings]) -> dict[str, Any]:
+    """Drop settings of other methods that have their default values; refuse other values."""
     settings = _without_pressure(settings)
-    own = {entry.name for entry in dataclasses.fields(method)}  # type: ignore[arg-type]
-    if not settings.keys() - own - Recipe.model_fields.keys():
-        return dict(settings)  # the other methods need not be imported
-    others = _keys_of_others(method)
-    given = {key: section_of(others[key]) for key in others if key in settings}
-    if useless := [key for key, of in given.items() if not _is_usual(key, settings[key], of)]:
+    owners = _owners(settings, method)
+    useless = [
+        key
+        for key in settings
+        if key in owners and not _is_default(key, settings[key], section_of(owners[key]))
+    ]
+    if useless:
         raise OptionError(f"method={_method_name(settings)} has no use for {', '.join(useless)}.")
-    return {key: value for key, value in settings.items() if key not in others}
+    return {key: value for key, value in settings.items() if key not in owners}
 
 
 def _without_pressure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out a setting that older recipes have, unless they make use of it."""
+    """Drop a setting of older recipes; refuse it if it is used."""
     if settings.get("pressure"):
         raise OptionError(
             f"pressure={settings['pressure']} is not supported any more. Set penalty (a λ), or "
@@ -250,8 +284,7 @@ def _without_pressure(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "pressure"}
 
 
-def _is_usual(key: str, value: Any, section: type[Section]) -> bool:
-    """Say whether a value is the default of a key."""
+def _is_default(key: str, value: Any, section: type[Section]) -> bool:
     try:
         chosen = getattr(section.model_validate({key: value}), key)
     except ValidationError:
@@ -260,7 +293,22 @@ def _is_usual(key: str, value: Any, section: type[Section]) -> bool:
 
 
 def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
-    """Return a recipe by name or from a YAML file, with `key.key=value` changes applied."""
+    """Load a recipe and apply changes to it.
+
+    Args:
+        name_or_path: The name of a recipe of the library, or the path of a YAML file.
+        changes: `key.key=value`, as for `lod train --set`.
+
+    Returns:
+        The checked recipe.
+
+    Raises:
+        OptionError: If there is no such recipe, or a setting is unknown, wrong or contradictory.
+
+    Example:
+        >>> load_recipe("digits", ["epochs=3", "optimizer.lr=0.1"]).epochs
+        3
+    """
     names = recipe_names()
     if name_or_path in names:
         text, name = recipe_text(name_or_path), name_or_path
@@ -274,8 +322,8 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
     settings = parsed(text, name_or_path)
     settings.setdefault("recipe", name)
     if name_or_path not in names and names_own_code(settings):
-        beside = Path(name_or_path).absolute().parent
-        settings["code"] = str(beside / str(settings.get("code") or ""))
+        folder = Path(name_or_path).absolute().parent
+        settings["code"] = str(folder / str(settings.get("code") or ""))
     named = change(settings, changes)
     _exchange_limit(settings, named)
     asked = {key.partition(".")[0] for key in named}
@@ -285,7 +333,7 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
 
 
 def _exchange_limit(settings: Mapping[str, Any], named: set[str]) -> None:
-    """Let a limit that is named take the place of a recipe's of another kind: one is all it has."""
+    """Let a budget of one kind replace the recipe's budget of the other kind."""
     budget = settings.get("budget")
     kinds = [kind for kind in Budget.kinds if f"budget.{kind}" in named]
     if isinstance(budget, dict) and len(kinds) == 1 and budget[kinds[0]] is not None:
@@ -294,17 +342,17 @@ def _exchange_limit(settings: Mapping[str, Any], named: set[str]) -> None:
 
 
 def _outdated(settings: Mapping[str, Any], asked: set[str], source: str) -> set[str]:
-    """Return what a recipe says, but has no place beside what is asked for."""
+    """Return the settings of a recipe that contradict the keys of its changes."""
     method = _explaining(source, method_of, settings)
-    outdated = set(_keys_of_others(method)) if "method" in asked else set()
-    # λ = 0 is a wish too: ordered ranks, and all of them stay
+    outdated = set(_owners(settings, method)) if "method" in asked else set()
+    # penalty=0 counts as well: ranks are ordered, and all of them stay
     if any(key == "penalty" or settings.get(key) for key in asked & {*method.alternatives}):
         outdated |= {*method.alternatives}
     return outdated
 
 
 def _explaining(source: str, function: Callable[..., T], *values: Any) -> T:
-    """Call a function; what it refuses is said to be in a source."""
+    """Call a function and name the source of the settings in its errors."""
     try:
         return function(*values)
     except OptionError as error:
@@ -312,15 +360,26 @@ def _explaining(source: str, function: Callable[..., T], *values: Any) -> T:
 
 
 def checked(settings: Mapping[str, Any], source: str) -> Recipe:
-    """Return settings as a recipe, or refuse them in one line that says what is wrong where."""
+    """Check settings and return them as a recipe.
+
+    Args:
+        settings: The settings, as YAML gives them.
+        source: Where they come from, for error messages.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        OptionError: If a setting is unknown, missing, wrong or contradictory; in one line.
+    """
     method = _explaining(source, method_of, settings)
     kind = _recipe_of(method)
     try:
-        return kind.model_validate(_explaining(source, _without_others, settings, method))
+        return kind.model_validate(_explaining(source, _without_foreign, settings, method))
     except ValidationError as error:
         raise OptionError(f"{source}: {in_one_line(error, kind)}") from None
 
 
 def dumped(recipe: Recipe) -> str:
-    """Return a recipe as YAML that `load_recipe` reads back."""
+    """Return a recipe as YAML text that `load_recipe` can read."""
     return as_yaml(recipe.model_dump(mode="json"))

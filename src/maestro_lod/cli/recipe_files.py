@@ -1,4 +1,4 @@
-"""The recipes that come with the library, as files; reading a name needs nothing else."""
+"""Recipe files of the library; listing them imports neither torch nor pydantic."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from importlib import resources
 from typing import Any
 
 _ROOMS = ("cli", "baselines")
-"""What has a directory `recipes`."""
+"""Packages that have a directory `recipes`."""
 
 
 def _recipe_files() -> dict[str, Any]:
-    """Return the files of all recipes by the name of the recipe."""
+    """Return the file of each recipe by name."""
     package = resources.files("maestro_lod")
     files = (file for room in _ROOMS for file in (package / room / "recipes").iterdir())
     return {f.name.removesuffix(".yaml"): f for f in files if f.name.endswith(".yaml")}
@@ -22,5 +22,5 @@ def recipe_names() -> list[str]:
 
 
 def recipe_text(name: str) -> str:
-    """Return a recipe of the library as it is written."""
+    """Return the YAML text of a recipe of the library."""
     return str(_recipe_files()[name].read_text(encoding="utf-8"))

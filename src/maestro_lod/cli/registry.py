@@ -1,4 +1,4 @@
-"""Things that recipes choose by name, each imported when somebody names it."""
+"""Mapping from names in recipes to objects that are imported on first use."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """A mapping of names to objects, given as `module:attribute` or registered as they are."""
+    """Mapping of names to objects; those given as `module:attribute` are imported on access."""
 
     def __init__(self, kind: str, homes: Mapping[str, str]) -> None:
         self._kind, self._entries = kind, cast("dict[str, Any]", dict(homes))
 
     def register(self, name: str, entry: T) -> None:
-        """Add an object under a name that nothing else has."""
+        """Add an object; raise OptionError if another object has the name."""
         if self._entries.get(name, entry) is not entry:
-            raise OptionError(f"there is a {self._kind} {name!r} already. Give another name.")
+            raise OptionError(f"there already is a {self._kind} {name!r}. Give another name.")
         self._entries[name] = entry
 
     def unregister(self, name: str) -> None:
-        """Forget what was registered under a name."""
+        """Remove a name."""
         del self._entries[name]
 
     def __getitem__(self, name: str) -> T:

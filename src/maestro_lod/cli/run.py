@@ -1,4 +1,4 @@
-"""One training in a run directory: made, trained to the end, opened again."""
+"""A training in a run directory: create, train, resume, open."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from maestro_lod.cli.consent import remember_trust, require_trust
 from maestro_lod.cli.data import Data
 from maestro_lod.cli.recipe import SGD, Recipe, checked, dumped
 from maestro_lod.cli.report import write_report
-from maestro_lod.cli.run_directory import RunDirectory
-from maestro_lod.cli.run_identity import (
+from maestro_lod.cli.run_files import (
+    RunDirectory,
     fixed_settings,
     require_same_settings,
     require_same_weights,
     weights_digest,
 )
 from maestro_lod.cli.setup import Setup, data_of, model_of
-from maestro_lod.cli.torchrun import any_says, by_the_first, is_first, processes, wrapped
+from maestro_lod.cli.torchrun import (
+    any_process,
+    is_main_process,
+    processes,
+    run_in_main_process,
+    wrapped,
+)
+from maestro_lod.cli.user_code import remember_trust, require_trust
 from maestro_lod.cli.yaml_settings import settings_in
 from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.files.atomic import alone_in, remove_leftovers, require_no_link_out
@@ -46,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
-    """Who is told how a run goes."""
+    """Observer of a run: its progress, epochs and result."""
 
     def prepare(self, run: Run) -> None: ...
     def begin(self, run: Run, setup: Setup, progress: Progress) -> None: ...
@@ -56,29 +62,50 @@ class Watcher(Protocol):
 
 
 class Interrupted(Exception):
-    """The run was asked to stop; its checkpoint holds the last step."""
+    """Raised when a run was asked to stop; its checkpoint holds the last step."""
 
 
 @dataclass(frozen=True)
 class Run(RunDirectory):
-    """One run directory and its recipe."""
+    """A run directory and its recipe."""
 
     recipe: Recipe
 
     @classmethod
     def create(cls, recipe: Recipe, directory: Path) -> Run:
-        """Return a run that `train` will write to a new or empty directory; writes nothing yet."""
+        """Return a run that `train` will write to a new or empty directory; writes nothing yet.
+
+        Args:
+            recipe: The settings of the run.
+            directory: A directory that does not exist or is empty.
+
+        Raises:
+            OptionError: If the directory is not empty or cannot be written to.
+
+        Example:
+            >>> Run.create(load_recipe("digits"), Path("runs/a")).train()
+        """
         run = cls(directory, recipe)
         run.require_new()
         return run
 
     @classmethod
     def open(cls, directory: Path, *, trust: bool = False) -> Run:
-        """Return an existing run; code that it names needs `trust`, unless trained here."""
+        """Open an existing run.
+
+        Args:
+            directory: The directory that `lod train` has written.
+            trust: Allow the user code that the run names; not needed if it was trained here.
+
+        Raises:
+            OptionError: If there is no run, its settings are wrong, or its code is not trusted.
+        """
         config = directory / "config.yaml"
         if not config.is_file():
-            what = "holds no run (no config.yaml)" if directory.is_dir() else "is no directory"
-            raise OptionError(f"{directory} {what}. A run is made by: lod train RECIPE --out DIR")
+            what = (
+                "contains no run (no config.yaml)" if directory.is_dir() else "is not a directory"
+            )
+            raise OptionError(f"{directory} {what}. To make one: lod train RECIPE --out DIR")
         require_no_link_out(directory)
         settings = settings_in(config)
         if not trust:
@@ -90,27 +117,34 @@ class Run(RunDirectory):
     def train(
         self, watchers: Sequence[Watcher] = (), stop: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
-        """Train to the end, from the checkpoint if there is one, and return the result.
+        """Train to the end, from the checkpoint if there is one.
 
-        `stop` is asked after each step: if it says so, a checkpoint is written and `Interrupted`
-        raised. Whatever happens, the last checkpoint that was complete stays.
+        Args:
+            watchers: Observers of the run.
+            stop: Called after each step; if it returns True, a checkpoint is written.
+
+        Returns:
+            The result, as in `result.json`.
+
+        Raises:
+            Interrupted: If `stop` has returned True. The last complete checkpoint always stays.
         """
         for watcher in watchers:  # before data and model, which take long
             watcher.prepare(self)
         finished, setup = self.finished, Setup.of(self.recipe)
         needed = _checkpoint_bytes(self.recipe, setup.model)
-        by_the_first(lambda: None if self.checkpoint.exists() else self.make(needed))
-        with alone_in(self.directory) if is_first() else nullcontext():
+        run_in_main_process(lambda: None if self.checkpoint.exists() else self.make(needed))
+        with alone_in(self.directory) if is_main_process() else nullcontext():
             if self.finished > finished:  # another process was faster
-                raise OptionError(f"the run in {self.directory} has finished meanwhile.")
+                raise OptionError(f"another process has finished the run in {self.directory}.")
             return self._train(setup, watchers, stop)
 
     def _train(
         self, setup: Setup, watchers: Sequence[Watcher], stop: Callable[[], bool]
     ) -> dict[str, Any]:
-        recipe, begun = self.recipe, by_the_first(self._tidied)
+        recipe, begun = self.recipe, run_in_main_process(self._tidied)
         progress = self._resumed(setup) if begun else Progress()
-        by_the_first(lambda: self._begin(setup, progress, begun))
+        run_in_main_process(lambda: self._begin(setup, progress, begun))
         for watcher in watchers:
             watcher.begin(self, setup, progress)
         keeper = _Keeper(self, setup, watchers, stop)
@@ -134,18 +168,18 @@ class Run(RunDirectory):
             progress=progress,
             watch=Watch(keeper.step, keeper.epoch),
         )
-        result = by_the_first(lambda: self._finish(setup, progress))
+        result = run_in_main_process(lambda: self._finish(setup, progress))
         for watcher in watchers:
             watcher.end(result)
         return result
 
     def _tidied(self) -> bool:
-        """Remove what a kill has left, and say whether the run has begun before."""
+        """Remove temporary files of a killed process; return True if there is a checkpoint."""
         remove_leftovers(self.directory)
         return self.checkpoint.exists()
 
     def _begin(self, setup: Setup, progress: Progress, begun: bool) -> None:
-        """Write what a run starts with, and the metrics as they are at this place."""
+        """Write the files that a run starts with, and the metrics up to this place."""
         if not begun:
             remember_trust(self.recipe.model_dump(mode="json"))
             self.write("config.yaml", dumped(self.recipe))
@@ -154,7 +188,7 @@ class Run(RunDirectory):
         self.write_metrics(progress.history)
 
     def save(self, setup: Setup, progress: Progress) -> None:
-        """Write the checkpoint of a place."""
+        """Write the checkpoint."""
         state = {
             "settings": fixed_settings(self.recipe),
             "model": setup.model.state_dict(),
@@ -166,7 +200,7 @@ class Run(RunDirectory):
             save_state(state, self.checkpoint)
 
     def _resumed(self, setup: Setup) -> Progress:
-        """Put all parts into the state of the checkpoint and return the place reached."""
+        """Restore all parts from the checkpoint and return the progress."""
         state = load_state(self.checkpoint)
         require_same_settings(state.get("settings"), self.recipe, self.checkpoint)
         try:
@@ -189,12 +223,12 @@ class Run(RunDirectory):
         if (progress.epoch, progress.batch) > (self.recipe.epochs, 0):
             raise OptionError(
                 f"epochs={self.recipe.epochs} in {self.directory / 'config.yaml'}, but the run has "
-                f"gone beyond: {progress.epoch} are done. Give that many or more."
+                f"finished {progress.epoch} epochs. Give that number or more."
             )
         return progress
 
     def _finish(self, setup: Setup, progress: Progress) -> dict[str, Any]:
-        """Test the model, and write it, the result and the report."""
+        """Test the model and write it with the result and the report."""
         model, data = setup.model, setup.data
         test: dict[str, float] = {}
         if data.test is not None:
@@ -229,8 +263,8 @@ class Run(RunDirectory):
     # -- afterwards ----------------------------------------------------------------------------
 
     def trained(self, data: Data | None = None) -> tuple[nn.Module, Data]:
-        """Return the model of a finished run, and its data."""
-        result = self.result()  # says so if there is none
+        """Return the model of a finished run, and its data (loaded unless given)."""
+        result = self.result()
         require_same_settings(result.get("settings"), self.recipe, self.directory / "result.json")
         data = data or data_of(self.recipe)
         model = model_of(self.recipe, data)
@@ -248,7 +282,7 @@ class Run(RunDirectory):
 
 
 class _Keeper:
-    """Keeps a run's checkpoint and metrics up to date, tells its watchers, asks when to stop."""
+    """Writes checkpoints and metrics while a run trains, calls its watchers, and stops it."""
 
     def __init__(
         self, run: Run, setup: Setup, watchers: Sequence[Watcher], stop: Callable[[], bool]
@@ -259,7 +293,7 @@ class _Keeper:
     def step(self, progress: Progress) -> None:
         for watcher in self.watchers:
             watcher.step(progress)
-        stopping = any_says(self.stop())
+        stopping = any_process(self.stop())
         if stopping or time.monotonic() - self._saved >= self.run.recipe.checkpoint_every:
             self._save(progress)
         if stopping:
@@ -268,26 +302,26 @@ class _Keeper:
     def epoch(self, progress: Progress) -> None:
         record = progress.history[-1]
         self._save(progress)
-        if is_first():
+        if is_main_process():
             self.run.append(record)
         for watcher in self.watchers:
             watcher.epoch(record)
-        if any_says(self.stop()) and progress.epoch < self.run.recipe.epochs:
+        if any_process(self.stop()) and progress.epoch < self.run.recipe.epochs:
             raise Interrupted
 
     def _save(self, progress: Progress) -> None:
-        if is_first():
+        if is_main_process():
             self.run.save(self.setup, progress)
         self._saved = time.monotonic()
 
 
 def _checkpoint_bytes(recipe: Recipe, model: nn.Module) -> int:
-    """Return about what checkpoints need: two at a time, with optimizer state."""
+    """Estimate the bytes that two checkpoints with optimizer state need."""
     return 2 * 4 * count_params(model) * (1 + _moments(recipe)) + 2**20
 
 
 def _moments(recipe: Recipe) -> int:
-    """Return how many values the optimizer keeps for each parameter."""
+    """Return the number of values that the optimizer keeps per parameter."""
     optimizer = recipe.optimizer
     return int(optimizer.momentum > 0) if isinstance(optimizer, SGD) else 2
 

@@ -1,24 +1,23 @@
-"""Every setting in words, for help and documentation."""
+"""Table of all settings, for help and documentation."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
 from maestro_lod.cli.methods import METHODS
 from maestro_lod.cli.recipe import Recipe
-from maestro_lod.cli.sections import Section, section_of
+from maestro_lod.cli.sections import alternatives, section_of, sections_in
 from maestro_lod.cli.yaml_settings import shown
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, in words."""
+    """One setting: its dotted key, possible values, default and meaning."""
 
     key: str
     values: str
@@ -27,10 +26,10 @@ class Setting:
 
 
 def all_settings() -> list[Setting]:
-    """Return every setting that a recipe can have, in order, for help and documentation."""
+    """Return every setting that a recipe can have, in order; imports every method."""
     merged: dict[str, Setting] = {}
     for new in _recipe_settings():
-        if old := merged.get(new.key):  # the same of an alternative, such as another optimizer
+        if old := merged.get(new.key):  # an alternative, such as another optimizer, has it too
             defaults = dict.fromkeys((*old.default.split(" or "), new.default))
             new = Setting(
                 old.key,
@@ -52,7 +51,7 @@ def _recipe_settings() -> Iterator[Setting]:
 
 
 def _method_settings() -> Iterator[Setting]:
-    """Give the settings of all methods; those that `lod` does not have say whose they are."""
+    """Yield the settings of all methods; those that `lod` lacks name their methods."""
     of = {name: [*_settings_of(section_of(method))] for name, method in METHODS.items()}
     for settings in of.values():
         for setting in settings:
@@ -63,7 +62,7 @@ def _method_settings() -> Iterator[Setting]:
 
 def _settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
     for key, field in section.model_fields.items():
-        inner = [kind for kind in _kinds(field.annotation) if _is_section(kind)]
+        inner = sections_in(field.annotation)
         for kind in inner:
             yield from _settings_of(kind, f"{prefix}{key}.")
         if not inner:
@@ -73,28 +72,13 @@ def _settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[Setting
             yield Setting(prefix + key, values, "" if empty else default, meaning)
 
 
-def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a type, None left out."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(kind for kind in get_args(annotation) if kind is not type(None))
-    return (annotation,)
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
-
-
 def _values(annotation: Any) -> str:
-    return " or ".join(dict.fromkeys(_value(kind) for kind in _kinds(annotation)))
+    return " or ".join(dict.fromkeys(map(_value, alternatives(annotation))))
 
 
 def _value(kind: Any) -> str:
     origin = get_origin(kind)
-    if origin is Annotated:
-        return _value(get_args(kind)[0])
-    if origin is Literal:
-        return ", ".join(get_args(kind))
-    return _VALUES[origin or kind]
+    return ", ".join(get_args(kind)) if origin is Literal else _VALUES[origin or kind]
 
 
 _VALUES = {

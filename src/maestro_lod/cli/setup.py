@@ -1,4 +1,4 @@
-"""From a recipe to what it names: data, model, optimizer, method, loss and schedule."""
+"""The parts that a recipe names: data, model, optimizer, method, loss and schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from maestro_lod.train.schedule import cosine, linear, milestones, vaswani
 
 @dataclass(frozen=True)
 class Setup:
-    """All the parts of a run, made from its recipe; the same recipe makes the same parts."""
+    """All parts of a run; the same recipe makes the same parts."""
 
     data: Data
     model: nn.Module
@@ -41,11 +41,11 @@ class Setup:
     loss: Loss
     schedule: Schedule | None
     dense: Cost
-    """What the dense model costs, whatever the method makes of it."""
+    """Cost of the dense model, before the method changes it."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Setup:
-        """Make the parts; randomness comes from the recipe's seed."""
+        """Make the parts of a recipe, from its seed."""
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
         loss = loss_of(recipe)  # before the data, which may take long
@@ -61,7 +61,7 @@ class Setup:
 
 
 def own_names(recipe: Recipe) -> list[str]:
-    """Return which of its user's own functions a recipe names."""
+    """Return the user functions that a recipe names."""
     named = (recipe.model.name, recipe.data.name, recipe.loss.name, recipe.method)
     return [name for name in named if ":" in name]
 
@@ -69,7 +69,7 @@ def own_names(recipe: Recipe) -> list[str]:
 def data_of(recipe: Recipe) -> Data:
     """Load the data of a recipe."""
     chosen = recipe.data
-    torch.manual_seed(recipe.seed)  # for a user's function that draws or splits at random
+    torch.manual_seed(recipe.seed)  # for user functions that draw random numbers
     if ":" in chosen.name:
         return _own_data(chosen, recipe)
     common: dict[str, Any] = {
@@ -80,12 +80,15 @@ def data_of(recipe: Recipe) -> Data:
         "limit": chosen.limit,
     }
     if twice := common.keys() & chosen.options:
-        raise OptionError(f"data.options has {listed(sorted(twice))}, a setting of every dataset.")
+        raise OptionError(
+            f"data.options contains {listed(sorted(twice))}, which every dataset has. Set it under "
+            "data."
+        )
     return load_data(chosen.name, **common, **chosen.options)
 
 
 def model_of(recipe: Recipe, data: Data) -> nn.Module:
-    """Build the model of a recipe as its method prepares it, with initial weights."""
+    """Build the model that a recipe trains, prepared by its method, with initial weights."""
     device = _device(recipe.device)
     model = recipe.settings.build(Builds(recipe, data), data.example).to(device)
     if recipe.channels_last:
@@ -94,20 +97,20 @@ def model_of(recipe: Recipe, data: Data) -> nn.Module:
 
 
 def dense_model_of(recipe: Recipe, data: Data) -> nn.Module:
-    """Build the model of a recipe as it is before any method prepares it."""
+    """Build the dense model of a recipe."""
     return Builds(recipe, data)()
 
 
 @dataclass(frozen=True)
 class Builds:
-    """Builds the dense model of a recipe, of its width or another."""
+    """Builds the dense model of a recipe, at its own width or another one."""
 
     recipe: Recipe
     data: Data
 
     @property
     def width(self) -> int | None:
-        """The width that the recipe asks for, or else the usual one of the model's function."""
+        """The recipe's width, or else the default of the model's function; None without a width."""
         given = parameters_of(*self._function()).get("width")
         width = self.recipe.model.options.get("width", given.default if given else None)
         whole = isinstance(width, int) and not isinstance(width, bool)
@@ -116,7 +119,7 @@ class Builds:
     def __call__(self, width: int | None = None) -> nn.Module:
         build, what = self._function()
         options = dict(self.recipe.model.options)
-        for size in ("classes", "vocabulary"):  # what the data asks for, unless the recipe says it
+        for size in ("classes", "vocabulary"):  # of the data, unless the recipe sets it
             if self.data.classes and size in parameters_of(build, what):
                 options.setdefault(size, self.data.classes)
         if width is not None:
@@ -124,7 +127,7 @@ class Builds:
         torch.manual_seed(self.recipe.seed)
         model = called(build, options, what)
         if not isinstance(model, nn.Module):
-            raise OptionError(f"{what} returned {with_article(model)}, no torch.nn.Module.")
+            raise OptionError(f"{what} returned {with_article(model)}. Return a torch.nn.Module.")
         return model
 
     def _function(self) -> tuple[Callable[..., Any], str]:
@@ -138,7 +141,7 @@ class Builds:
 
 
 def _dense_cost(recipe: Recipe, data: Data) -> Cost:
-    """Return what the dense model costs on its data, or say that it cannot run on them."""
+    """Return the cost of the dense model; raise OptionError if it cannot run on the data."""
     model = dense_model_of(recipe, data)
     _rehearse(recipe, model, data)
     return cost_of(model, data.example)
@@ -147,6 +150,7 @@ def _dense_cost(recipe: Recipe, data: Data) -> Cost:
 def _rehearse(recipe: Recipe, model: nn.Module, data: Data) -> None:
     """Run the model on one sample: what does not fit is found before anything is written."""
     inputs = ModelInputs.of(data.example)
+    """Run the model on one sample, to find a mismatch before anything is written."""
     try:
         with torch.no_grad(), in_mode(model, training=False):
             output = inputs.to(device_of(model)).call(model)
@@ -168,12 +172,14 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device).tolist()  # which the meta device cannot
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise OptionError(f"device={name!r} cannot be used here ({reason}).") from None
+        raise OptionError(
+            f"device={name!r} cannot be used here ({reason}). Give another, such as cpu."
+        ) from None
     return device
 
 
 def optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """Return the optimizer of a recipe for all that is trained of a model."""
+    """Return the optimizer of a recipe for the trainable parameters of a model."""
     chosen = recipe.optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained}]
@@ -191,7 +197,7 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 
 def loss_of(recipe: Recipe) -> Loss:
-    """Return the loss of a recipe, as it is trained with."""
+    """Return the training loss of a recipe."""
     name = recipe.loss.name
     if ":" in name:
         return own_function(name, "loss", recipe.code)
@@ -216,7 +222,7 @@ def _schedule(recipe: Recipe, data: Data) -> Schedule | None:
 
 
 def _own_data(chosen: settings.DataSettings, recipe: Recipe) -> Data:
-    """Call a user's data function with the batch size; it returns splits of (inputs, target)."""
+    """Call a user's data function, which returns a Data or splits of (inputs, target) batches."""
     what = f"data {chosen.name!r}"
     for key in ("directory", "validation", "limit"):
         if getattr(chosen, key) != type(chosen).model_fields[key].default:
@@ -231,12 +237,14 @@ def _own_data(chosen: settings.DataSettings, recipe: Recipe) -> Data:
         return given
     if not isinstance(given, Mapping) or "train" not in given:
         raise OptionError(
-            f"{what} returned {with_article(given)}: return a Data, or a mapping with 'train' and "
-            "maybe 'validation' and 'test', each giving (inputs, target) batches."
+            f"{what} returned {with_article(given)}. Return a Data, or a mapping with 'train' and "
+            "optionally 'validation' and 'test', each yielding (inputs, target) batches."
         )
     unknown = sorted(set(given) - {"train", "validation", "test"})
     if unknown:
-        raise OptionError(f"{what} returned unknown splits: {listed(unknown)}.")
+        raise OptionError(
+            f"{what} returned unknown splits: {listed(unknown)}. Known: train, validation, test."
+        )
     for split, batches in given.items():
         if isinstance(batches, Iterator):
             raise OptionError(
@@ -255,26 +263,28 @@ def _own_data(chosen: settings.DataSettings, recipe: Recipe) -> Data:
 
 
 def _first_batch(train: Any, what: str) -> tuple[Any, Any]:
-    """Return the first batch of a user's training data, or say what is wrong with them."""
+    """Return the first batch of a user's training data; raise OptionError if there is none."""
     try:
         count = len(train)
     except TypeError:
-        raise OptionError(f"{what}: 'train' has no length: len() must give its batches.") from None
+        raise OptionError(
+            f"{what}: 'train' has no length. Return something whose len() is the number of batches."
+        ) from None
     try:
         batch = next(iter(train), None) if count else None
     except Exception as error:
-        raise failure(f"{what}: 'train' gives no batch", error) from error
+        raise failure(f"{what}: 'train' yields no batch", error) from error
     if batch is None:
-        raise OptionError(f"{what}: 'train' has no batch.")
+        raise OptionError(f"{what}: 'train' has no batch. Return at least one.")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise OptionError(
-            f"{what}: 'train' gives {with_article(batch)}, not pairs (inputs, target)."
+            f"{what}: 'train' yields {with_article(batch)}. Yield pairs (inputs, target)."
         )
     return batch[0], batch[1]
 
 
 def _first_of(inputs: Any) -> Any:
-    """Cut a batch of inputs to its first sample."""
+    """Return the first sample of a batch of inputs."""
     if isinstance(inputs, Tensor):
         return inputs[:1]
     if isinstance(inputs, Mapping):

@@ -1,4 +1,4 @@
-"""How signals and faults end a training, and what is said about going on."""
+"""Signals and errors that end a training, with a hint on how to resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maestro_lod.cli.recipe import Recipe
 from maestro_lod.cli.run import Interrupted
 from maestro_lod.cli.setup import own_names
 from maestro_lod.cli.terminal import complain, say
-from maestro_lod.cli.torchrun import is_first
+from maestro_lod.cli.torchrun import is_main_process
 from maestro_lod.cli.user_code import OwnCodeError
 from maestro_lod.errors import MaestroError, TrainingError, listed
 
@@ -24,24 +24,24 @@ from maestro_lod.errors import MaestroError, TrainingError, listed
 def stoppable(
     display: Display, recipe: Recipe, again: str, saved: Callable[[], bool]
 ) -> Iterator[list[int]]:
-    """Let signals stop a training, and say how to go on after whatever has ended it."""
+    """Let signals stop a training; whatever ends it, print the command that resumes it."""
     with _stop_on_signal(lambda: display.begun) as asked:
         try:
             with _warnings_in_a_line():
                 yield asked
         except Interrupted:
             display.close()
-            if is_first():
-                say(f"stopped; everything is saved. Go on with: {again}")
-            number = asked[0] if asked else signal.SIGTERM  # which another process was sent
+            if is_main_process():
+                say(f"stopped; everything is saved. Resume with: {again}")
+            number = asked[0] if asked else signal.SIGTERM  # the signal went to another process
             raise typer.Exit(128 + number) from None
         except KeyboardInterrupt:
             display.close()
-            hint = f" Go on from the last checkpoint with: {again}" if saved() else ""
+            hint = f" Resume from the last checkpoint with: {again}" if saved() else ""
             raise typer.Exit(complain(f"interrupted.{hint}", 130)) from None
         except TrainingError as error:
             display.close()
-            # here, where signals wait: torchrun sends one to all when a process has ended
+            # here, where signals are handled: torchrun sends one to all when a process has ended
             raise typer.Exit(complain(error, 1)) from error
         except MaestroError:
             raise
@@ -50,7 +50,7 @@ def stoppable(
                 raise
             raise OwnCodeError(
                 f"{type(error).__name__}: {error}. This recipe runs your own {listed(names)}: the "
-                f"above says where it failed. Once that is mended, go on with: {again}"
+                f"traceback above shows where it failed. Fix it, then resume with: {again}"
             ) from error
         finally:
             display.close()
@@ -58,9 +58,9 @@ def stoppable(
 
 @contextmanager
 def _stop_on_signal(begun: Callable[[], bool]) -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM so that a run can save and stop.
+    """Collect SIGINT and SIGTERM so that a run can save its state and stop.
 
-    Before it has begun, or the second time, they stop it at once.
+    Before the run has begun, and the second time, a signal stops it at once.
     """
     asked: list[int] = []
 
@@ -79,7 +79,7 @@ def _stop_on_signal(begun: Callable[[], bool]) -> Iterator[list[int]]:
 
 @contextmanager
 def _warnings_in_a_line() -> Iterator[None]:
-    """Show warnings as what they say, without the place in the code."""
+    """Print warnings as one line, without their place in the code."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         complain(f"note: {message}", 0)

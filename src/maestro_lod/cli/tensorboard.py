@@ -1,4 +1,4 @@
-"""A run's metrics for TensorBoard: `--set tensorboard=true`, then `tensorboard --logdir DIR`."""
+"""TensorBoard events of a run: `--set tensorboard=true`, then `tensorboard --logdir DIR`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maestro_lod.train.progress import EpochRecord, Progress
 
 
 class TensorBoard:
-    """A watcher that writes every number of an epoch's record as a scalar, ranks layer by layer."""
+    """Watcher that writes every number of an epoch as a scalar, and the rank of each layer."""
 
     def prepare(self, run: Run) -> None:
         pass

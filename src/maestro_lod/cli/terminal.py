@@ -1,4 +1,4 @@
-"""What the program says: in colour and with bars in a terminal, in plain lines in a pipe."""
+"""Terminal output: colour and progress bars in a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def complain(error: object, code: int) -> int:
 
 @contextmanager
 def search_bar(quiet: bool) -> Iterator[OnProgress]:
-    """Show how far a search of sizes has come: from all of the cost down to nothing."""
+    """Show the progress of a frontier search, from the full cost down to zero."""
     console = Console()
     with progress_shown(not quiet):
         if quiet or not console.is_terminal:

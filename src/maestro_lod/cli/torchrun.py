@@ -1,4 +1,4 @@
-"""The program in several processes, by torchrun or its launcher: one run, the first writes it."""
+"""Training in several processes started by torchrun; the main process writes the run."""
 
 from __future__ import annotations
 
@@ -26,28 +26,37 @@ T = TypeVar("T")
 _torch: Any = dist  # which does not say that it exports all that it documents
 
 _PROGRAM = Path(__file__).parents[1] / "__main__.py"
-_WAIT = timedelta(minutes=30)  # for the first process, which tests and writes the model alone
+_WAIT = timedelta(minutes=30)  # while the main process alone tests and writes the model
 
 
 def processes() -> int:
-    """Return in how many processes torchrun has started the program."""
+    """Return the number of processes that torchrun has started."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
 
 
-def is_first() -> bool:
-    """Say whether this is the process that speaks and writes."""
+def is_main_process() -> bool:
+    """Return True in the process that prints and writes files."""
     return processes() == 1 or os.environ["RANK"] == "0"
 
 
 def restarted() -> bool:
-    """Say whether torchrun has started the program again, after one of its processes ended."""
+    """Return True if torchrun has restarted the program after a process ended."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def launch(arguments: Sequence[str], count: int, restarts: int) -> int:
-    """Run the program in processes on this machine, by torchrun's launcher; return the exit code.
+    """Run the program in several processes on this machine by torchrun's launcher.
 
-    If one of them ends, it starts all again, so many times.
+    Args:
+        arguments: The command line of each process.
+        count: The number of processes.
+        restarts: How often all processes are restarted after one of them ends.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        OptionError: If torchrun has started this process already.
     """
     if "LOCAL_RANK" in os.environ:
         raise OptionError(
@@ -62,7 +71,7 @@ def launch(arguments: Sequence[str], count: int, restarts: int) -> int:
     try:
         # by its path: -m would search the working directory for modules first
         elastic_launch(config, sys.executable)(str(_PROGRAM), *arguments)
-    except ChildFailedError as error:  # each has said what was wrong
+    except ChildFailedError as error:  # each process has printed its error
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
     except SignalException as error:
@@ -71,8 +80,8 @@ def launch(arguments: Sequence[str], count: int, restarts: int) -> int:
 
 
 @contextmanager
-def together(device: str) -> Iterator[None]:
-    """Make this process one of those that torchrun has started; alone, do nothing."""
+def process_group(device: str) -> Iterator[None]:
+    """Join the process group that torchrun has started; do nothing in a single process."""
     if processes() == 1:
         yield
         return
@@ -92,31 +101,33 @@ def together(device: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def by_the_first(action: Callable[[], T]) -> T:
-    """Let the first process do something; all return what it returned, or fail alike."""
+def run_in_main_process(action: Callable[[], T]) -> T:
+    """Run an action in the main process; all processes return its result or raise its error."""
     if processes() == 1:
         return action()
-    done, problem = None, None
-    if is_first():
+    result, problem = None, None
+    if is_main_process():
         try:
-            done = action()
+            result = action()
         except MaestroError as error:
             problem = error
-    said, why = told_by(0, (done, str(problem or "")), dist.group.WORLD)
+    result, reason = told_by(0, (result, str(problem or "")), dist.group.WORLD)
     if problem is not None:
         raise problem
-    if why:
-        raise TrainingError(f"the first process has ended: {why}")
-    return said  # type: ignore[return-value]
+    if reason:
+        raise TrainingError(f"the first process has ended: {reason}")
+    return result  # type: ignore[return-value]
 
 
-def any_says(yes: bool) -> bool:
-    """Say whether any process does."""
-    return yes if processes() == 1 else bool(sum_over(torch.tensor(float(yes)), None))
+def any_process(condition: bool) -> bool:
+    """Return True if the condition holds in any process."""
+    if processes() == 1:
+        return condition
+    return bool(sum_over(torch.tensor(float(condition)), None))
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    """Return a model as several processes train it."""
+    """Wrap a model in DistributedDataParallel if there are several processes."""
     if processes() == 1:
         return model
     # layers that a forward leaves out would otherwise stall the others
@@ -124,6 +135,8 @@ def wrapped(model: nn.Module) -> nn.Module:
 
 
 def require_named(directory: object) -> None:
-    """Refuse several processes that would each look for a free directory."""
+    """Raise OptionError if several processes would each choose a directory."""
     if processes() > 1 and directory is None:
-        raise OptionError("several processes share one run: say where it is, with --out DIR.")
+        raise OptionError(
+            "several processes share one run, so its directory must be named. Give --out DIR."
+        )

@@ -18,7 +18,7 @@ from torch import nn
 from maestro_lod.cli.data import Data
 from maestro_lod.cli.report import write_report
 from maestro_lod.cli.run import Run
-from maestro_lod.cli.run_identity import require_same_weights, weights_digest
+from maestro_lod.cli.run_files import require_same_weights, weights_digest
 from maestro_lod.cli.setup import dense_model_of, loss_of, optimizer_of
 from maestro_lod.deploy.deployment import (
     Deployment,

@@ -1,31 +1,41 @@
-"""Code that a recipe names as its user's own: how it is found and called, and what is said."""
+"""User code that a recipe names as `package.module:function`: consent to it, import and call.
+
+A run directory from elsewhere runs no code without consent. Training a recipe is consent to its
+functions: a digest of them and their options goes into the file `trusted` of the cache folder. For
+every other directory the user has to give it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
+import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from maestro_lod.cli.cache_directory import cache_directory
 from maestro_lod.errors import MaestroError, OptionError, listed, nearest
 
 
 class OwnCodeError(MaestroError, RuntimeError):
-    """Code that a recipe names as its user's own has failed; the cause is what it raised."""
+    """User code that a recipe names has raised an exception, which is the cause of this one."""
 
 
 def names_own_code(settings: Mapping[str, Any]) -> bool:
-    """Return whether settings, as they are written, name a function of their user's own."""
+    """Return True if unchecked settings name a function as `module:function`."""
     chosen = (settings.get(key) for key in ("model", "data", "loss", "method"))
     names = (part.get("name") if isinstance(part, Mapping) else part for part in chosen)
     return any(isinstance(name, str) and ":" in name for name in names)
 
 
 def _make_importable(module: str, code: object) -> None:
-    """Search a folder for modules too if it has this one; after all others, so it shadows none."""
+    """Append the folder that has a module to sys.path, at the end: it shadows no other module."""
     top = module.partition(".")[0]
     installed = PathFinder.find_spec(top)
     if top in sys.modules or (installed is not None and installed.loader is not None):
@@ -37,7 +47,7 @@ def _make_importable(module: str, code: object) -> None:
 
 
 def own_function(name: str, what: str, code: object = None) -> Callable[..., Any]:
-    """Import a user's `package.module:function`, whose consent is there.
+    """Import a user's `package.module:function`; the caller has made sure of consent.
 
     Modules that are not installed are searched in the folder `code` and the working directory.
     """
@@ -73,7 +83,7 @@ def parameters_of(function: Callable[..., Any], what: str) -> Mapping[str, inspe
 
 
 def called(function: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
-    """Call a function with options, or say which of them it cannot take."""
+    """Call a function with options; raise OptionError for an option that it does not take."""
     parameters = parameters_of(function, what)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         for option in options:
@@ -95,7 +105,7 @@ def called(function: Callable[..., Any], options: Mapping[str, Any], what: str) 
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the closest known name, or with a colon for `package.function`."""
+    """Return a hint: the closest known name, or a dotted name written with a colon."""
     module, _, function = name.rpartition(".")
     if all(part.isidentifier() for part in (*module.split("."), function)):
         return f" Did you mean '{module}:{function}'?"
@@ -110,10 +120,66 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def failure(what: str, error: Exception, own: bool = True) -> MaestroError:
-    """Blame a user's own code if there is any in it, or else the options that were given."""
+    """Return an error that blames user code if any was called, else the given options."""
     return (OwnCodeError if own else OptionError)(f"{what}: {type(error).__name__}: {error}")
 
 
 def with_article(value: object) -> str:
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+# -- consent -------------------------------------------------------------------------------------
+
+
+def require_trust(settings: Mapping[str, Any], source: Path) -> None:
+    """Raise OptionError if settings name functions without consent; imports nothing."""
+    functions = _functions(settings)
+    if not functions or os.environ.get("LOD_TRUST") == "1" or _digest(functions) in _trusted():
+        return
+    shown = listed(f"{key} {function['name']}" for key, function in functions.items())
+    raise OptionError(
+        f"{source} names code to run, {shown}, and was not trained here by you. If you trust it, "
+        "give --trust, or set LOD_TRUST=1; in Python: Run.open(…, trust=True)."
+    )
+
+
+def remember_trust(settings: Mapping[str, Any]) -> None:
+    """Record the user's consent to the functions that settings name."""
+    functions = _functions(settings)
+    if not functions or _digest(functions) in _trusted():
+        return
+    with suppress(OSError):  # the next command asks for consent
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        with _file().open("a", encoding="ascii") as file:
+            file.write(f"{_digest(functions)}\n")
+
+
+def _functions(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the functions that settings name, and their options, by setting."""
+    functions = {}
+    for key in ("model", "data", "loss", "method"):
+        chosen = settings.get(key)
+        section = chosen if isinstance(chosen, Mapping) else {"name": chosen}
+        name = section.get("name")
+        if isinstance(name, str) and ":" in name:
+            functions[key] = {"name": name, "options": section.get("options") or {}}
+    if functions:  # the same names mean other functions elsewhere
+        functions["code"] = {"name": str(settings.get("code") or Path.cwd()), "options": {}}
+    return functions
+
+
+def _digest(functions: Mapping[str, Any]) -> str:
+    text = json.dumps(functions, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _file() -> Path:
+    return cache_directory() / "trusted"
+
+
+def _trusted() -> set[str]:
+    try:
+        return {*_file().read_text(encoding="ascii").split()}
+    except (OSError, ValueError):
+        return set()

@@ -1,4 +1,4 @@
-"""Settings as YAML: read strictly, changed by key=value, and written."""
+"""Settings as YAML: strict reading, changes by key=value, and writing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LARGEST, _MOST = 2**20, 2**16  # bytes and values: YAML is read slowly, aliases
 
 
 def settings_in(path: Path) -> dict[str, Any]:
-    """Return the settings in a file as they are written, unchecked: nothing is imported."""
+    """Return the settings in a file without checking them; imports nothing."""
     return parsed(text_of(path), str(path))
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a recipe's file, or say why it cannot be read."""
+    """Return the text of a recipe file; raise OptionError if it cannot be read."""
     try:
         return read_limited(path, _LARGEST).decode("utf-8")
     except (OSError, ValueError) as error:
@@ -30,7 +30,7 @@ def text_of(path: Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain YAML; a key that is said twice is refused, and 1:30 is text, not 90."""
+    """Loader of plain YAML that refuses duplicate keys and reads 1:30 as text, not as 90."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -53,7 +53,7 @@ for _tag in ("int", "float"):
 
 
 def _loaded(text: str) -> Any:
-    """Return what YAML holds; refuse what aliases make too deep or too large."""
+    """Return the value of a YAML text; refuse one that aliases make too deep or too large."""
     value = yaml.load(text, _Loader)
     require_depth(value)
     parts = [value]
@@ -66,19 +66,19 @@ def _loaded(text: str) -> Any:
 
 
 def parsed(text: str, source: str) -> dict[str, Any]:
-    """Return the settings in a text; `source` says in errors where it came from."""
+    """Return the settings in a YAML text; errors name its `source`."""
     try:
         settings = _loaded(text)
-    except Exception as error:  # tags with values that they cannot have raise anything
+    except Exception as error:  # a tag with an impossible value may raise anything
         reason = " ".join(str(error).split())
-        raise OptionError(f"{source} is no valid YAML: {reason}") from None
+        raise OptionError(f"{source} is not valid YAML: {reason}") from None
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
-        raise OptionError(f"{source} holds no settings: it must be a mapping of keys to values.")
+        raise OptionError(f"{source} contains no settings. Write a mapping of keys to values.")
     return settings
 
 
 def change(settings: dict[str, Any], changes: Iterable[str]) -> set[str]:
-    """Apply `key.key=value` changes, in place; return the keys that they name."""
+    """Apply `key.key=value` changes in place and return the keys that they name."""
     changes = sorted(changes, key=_depth)
     for each in changes:
         _apply(each, settings)
@@ -86,20 +86,22 @@ def change(settings: dict[str, Any], changes: Iterable[str]) -> set[str]:
 
 
 def _depth(change: str) -> int:
-    """Order changes so that a new name does not undo those of its own settings, said before it."""
+    """Order changes so that a new name does not undo earlier changes of its own settings."""
     return change.partition("=")[0].strip().removesuffix(".name").count(".")
 
 
 def _apply(change: str, settings: dict[str, Any]) -> None:
-    """Set one `key.key=value`; a new `name` drops the other settings of the old one."""
+    """Apply one `key.key=value`; a new `name` drops the other settings of the old one."""
     key, equals, text = change.partition("=")
     *outer, last = key.strip().split(".")
     if not equals or not all((*outer, last)):
-        raise OptionError(f"{change!r} is no setting: write key=value, such as budget.params=25%.")
+        raise OptionError(
+            f"{change!r} is not a setting. Write key=value, such as budget.params=25%."
+        )
     try:
         value = _loaded(text) if text.strip() else None
     except Exception:  # see above
-        raise OptionError(f"the value in {change!r} is no valid YAML.") from None
+        raise OptionError(f"the value in {change!r} is not valid YAML.") from None
     section = settings
     for part in outer:
         inner = section.get(part) or {}
@@ -113,7 +115,7 @@ def _apply(change: str, settings: dict[str, Any]) -> None:
 
 
 def as_yaml(settings: Mapping[str, Any]) -> str:
-    """Return settings as YAML that reads back as the same."""
+    """Return settings as YAML text that reads back as the same settings."""
     text = str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     if yaml.safe_load(text) != settings:  # some rare separators read back as spaces, unless escaped
         text = str(yaml.safe_dump(settings, sort_keys=False))
@@ -121,5 +123,5 @@ def as_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Write a value as one would in YAML."""
+    """Return a value in the notation of YAML."""
     return json.dumps(value, default=str, ensure_ascii=False)

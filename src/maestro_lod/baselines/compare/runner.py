@@ -18,7 +18,7 @@ from maestro_lod.baselines.compare.measure import Measured, measure, measured
 from maestro_lod.baselines.compare.metrics import better, metric_in
 from maestro_lod.baselines.compare.plan import ComparisonPlan, Pace, Training
 from maestro_lod.cli.run import Interrupted, Run, Watcher
-from maestro_lod.cli.run_identity import fixed_settings
+from maestro_lod.cli.run_files import fixed_settings
 from maestro_lod.errors import BusyError, MaestroError, OptionError, TrainingError
 from maestro_lod.files.json_files import read_json_file
 

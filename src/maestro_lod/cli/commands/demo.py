@@ -1,4 +1,4 @@
-"""`lod demo`."""
+"""Command `lod demo`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _TRAINING = (
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="A new directory for all of it.")] = Path("demo"),
+    out: Annotated[
+        Path, typer.Option(help="New directory for all files of the demonstration.")
+    ] = Path("demo"),
 ) -> None:
-    """Show it all in half a minute: train to a size, cut every size, deploy one, compare."""
+    """Run a demonstration in half a minute: train, find every size, deploy one, compare."""
     at = shlex.quote(str(out))
     commands = (
         f"lod train digits --set budget.params=25% {_TRAINING} --out {at}/digits",
@@ -29,7 +31,7 @@ def demo(
         f"--out {at}/phone",
         f"lod bench {at}/digits --beside {at}/dense",
     )
-    for command in commands:  # in one process: to import torch takes longer than to train
+    for command in commands:  # in one process: importing torch takes longer than training
         say(f"\n$ {command}")
         code = app(args=shlex.split(command)[1:], prog_name="lod", standalone_mode=False)
         if code:

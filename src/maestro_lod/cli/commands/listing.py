@@ -1,4 +1,4 @@
-"""`lod recipes`."""
+"""Command `lod recipes`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from maestro_lod.cli.terminal import say
 
 
 def recipes() -> None:
-    """List the recipes that come with the library."""
+    """List the recipes of the library."""
     names = recipe_names()
     width = max(map(len, names))
     for name in names:

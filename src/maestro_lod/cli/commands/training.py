@@ -20,12 +20,12 @@ from maestro_lod.cli.settings_list import all_settings
 from maestro_lod.cli.signals import stoppable
 from maestro_lod.cli.terminal import say
 from maestro_lod.cli.torchrun import (
-    is_first,
+    is_main_process,
     launch,
+    process_group,
     processes,
     require_named,
     restarted,
-    together,
 )
 from maestro_lod.errors import OptionError
 from maestro_lod.installing import install
@@ -42,9 +42,9 @@ def train(
     max_restarts: options.Restarts = 0,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train a recipe, and write model, metrics and report to a directory.
+    """Train a recipe; write model, metrics and report to a directory.
 
-    Stop with Ctrl-C at any time; [bold]lod resume[/bold] goes on as if nothing had happened.
+    Stop with Ctrl-C at any time; [bold]lod resume[/bold] continues exactly where the run ended.
 
     Examples:
 
@@ -64,7 +64,7 @@ def train(
     require_named(out)
     where = out or _free_directory(Path(chosen.recipe).name or "run")
     run = Run(where, chosen)
-    if is_first() and not (restarted() and run.checkpoint.exists()):
+    if is_main_process() and not (restarted() and run.checkpoint.exists()):
         run.require_new()
     if (nproc, max_restarts) != (1, 0):
         sets = [word for each in changes for word in ("--set", each)]
@@ -74,7 +74,7 @@ def train(
 
 
 def settings_help() -> str:
-    """List every setting, one to a line, for the help."""
+    """List every setting on a line of its own, for the help."""
     lines = [r"[bold]Settings[/bold], for --set and recipe files [dim]\[default, others][/dim]:"]
     for setting in all_settings():
         switch = setting.values == "true, false"
@@ -85,21 +85,24 @@ def settings_help() -> str:
 
 
 def resume(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run that was stopped.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of a run that was stopped.")
+    ],
     trust: options.Trust = False,
     nproc: options.Processes = 1,
     max_restarts: options.Restarts = 0,
     quiet: options.Quiet = False,
 ) -> None:
-    """Go on with a run that was stopped, killed or interrupted, exactly where it was.
+    """Resume a run that was stopped, killed or interrupted, exactly where it ended.
 
-    The number of processes may be another one than before.
+    The number of processes may differ from before.
     """
     run = Run.open(directory, trust=trust)
     if run.finished:
         run.tidy()
         raise OptionError(
-            f"the run in {directory} has finished. To write its report anew: lod report {directory}"
+            f"the run in {directory} has finished. To write its report again: "
+            f"lod report {directory}"
         )
     if (nproc, max_restarts) != (1, 0):
         trusted = ["--trust"] if trust else []
@@ -123,11 +126,11 @@ def tune(
     data: options.DataFolder = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Search the λ that gives a model within limits: halve it until one is accurate enough.
+    """Search a penalty λ that gives a model within limits on size and accuracy.
 
-    The same command goes on with a search that was stopped, and joins one that runs: start it as
-    often as you have machines, with the same --out or --storage. Ends with exit code 1 if no model
-    is within both limits.
+    λ is halved until a model is accurate enough. The same command continues a search that was
+    stopped and joins one that is running: start it on several machines with the same --out or
+    --storage. The exit code is 1 if no model is within both limits.
 
     Examples:
 
@@ -152,16 +155,18 @@ def tune(
 
 def _check_goal(pareto: int | None, max_params: int | None, min_accuracy: float | None) -> None:
     if pareto is not None and (max_params is not None or min_accuracy is not None):
-        raise OptionError("--pareto has no limits: leave --max-params and --min-accuracy out.")
+        raise OptionError("--pareto searches without limits. Omit --max-params and --min-accuracy.")
     if pareto is None and (max_params is None or min_accuracy is None):
-        raise OptionError("give both --max-params and --min-accuracy, or --pareto.")
+        raise OptionError(
+            "the search has no goal. Give both --max-params and --min-accuracy, or --pareto."
+        )
 
 
 @contextmanager
 def _search(
     recipe: Recipe, out: Path, storage: str | None, name: str | None, quiet: bool
 ) -> Iterator[Any]:
-    """Give a search that says what it does and that signals can stop."""
+    """Yield a search that prints its trials and stops on signals."""
     tuning = _extra("maestro_lod.cli.tuning.recipes", "lod tune", "tune")
     display = Display(Console(), quiet)
     with stoppable(display, recipe, "the same command", lambda: True) as asked:
@@ -177,7 +182,7 @@ def _search(
 
 
 def _end_as(found: Any) -> None:
-    """Say where the chosen model is; no model within both limits is exit code 1."""
+    """Print the place of the chosen model; exit with 1 if no model is within both limits."""
     if found.chosen is not None:
         say(f"model and report: {found.chosen.where}")
     if found.status != "satisfied":
@@ -185,7 +190,7 @@ def _end_as(found: Any) -> None:
 
 
 def _free_directory(name: str) -> Path:
-    """Return runs/NAME, or runs/NAME-2, …: the first that is not taken."""
+    """Return the first of runs/NAME, runs/NAME-2, … that does not exist."""
     number = 1
     while True:
         directory = Path("runs") / (name if number == 1 else f"{name}-{number}")
@@ -195,23 +200,23 @@ def _free_directory(name: str) -> Path:
 
 
 def _launch(arguments: list[str], nproc: int, restarts: int, quiet: bool) -> None:
-    """Let several processes do a command, and end as they do."""
+    """Run a command in several processes and exit with their code."""
     if code := launch([*arguments, *(["--quiet"] if quiet else [])], nproc, restarts):
         raise typer.Exit(code)
 
 
 def _train(run: Run, quiet: bool) -> None:
-    display = Display(Console(), quiet or not is_first())
+    display = Display(Console(), quiet or not is_main_process())
     again = f"lod resume {shlex.quote(str(run.directory))}"
     if processes() > 1:
         again += f" --nproc {processes()}"
-    watchers = _watchers(run.recipe, display) if is_first() else [display]
+    watchers = _watchers(run.recipe, display) if is_main_process() else [display]
     with (
         stoppable(display, run.recipe, again, run.checkpoint.exists) as asked,
-        together(run.recipe.device),
+        process_group(run.recipe.device),
     ):
         result = run.train(watchers, stop=lambda: bool(asked))
-    if is_first():
+    if is_main_process():
         say(f"\n{_result_table(result)}\n\nreport: {run.directory / 'report.html'}")
 
 
@@ -224,7 +229,7 @@ def _watchers(recipe: Recipe, display: Display) -> list[Watcher]:
 
 
 def _extra(module: str, what: str, extra: str) -> Any:
-    """Import a module whose packages are an extra."""
+    """Import a module that needs the packages of an extra."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -232,7 +237,7 @@ def _extra(module: str, what: str, extra: str) -> Any:
 
 
 def _result_table(result: dict[str, Any]) -> str:
-    """Lay out what a run has reached beside the dense model."""
+    """Return the result of a run as a table, relative to the dense model."""
     cost = result["summary"]
     lines = [f"{'':14}{'params':>14}{'MACs':>18}"]
     for title, kind in (("dense", "dense_"), ("this model", "fused_")):
@@ -255,7 +260,7 @@ def _result_table(result: dict[str, Any]) -> str:
         ledger = result["ledger"]
         lines.append(
             f"{'training cost':14}{ledger['relative_macs']:.2f}× MACs, "
-            f"{ledger['relative_params']:.2f}× parameters in memory, beside dense training"
+            f"{ledger['relative_params']:.2f}× parameters in memory, relative to dense training"
         )
     for split in ("validation", "test"):
         if result[split]:

@@ -1,4 +1,4 @@
-"""The models that a recipe can name."""
+"""Models that a recipe can name."""
 
 from collections.abc import Callable
 

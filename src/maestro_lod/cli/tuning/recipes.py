@@ -13,8 +13,7 @@ from maestro_lod.cli.data import Data
 from maestro_lod.cli.recipe import Recipe, dumped
 from maestro_lod.cli.run import Interrupted, Run, Watcher
 from maestro_lod.cli.setup import Setup, data_of, model_of
-from maestro_lod.cli.tuning.outcome import Front, Tuned
-from maestro_lod.cli.tuning.search import explore, tune
+from maestro_lod.cli.tuning.search import Front, Tuned, explore, tune
 from maestro_lod.cli.tuning.storage import Storage
 from maestro_lod.cli.tuning.trials import Enough, Reached, Report, Trial
 from maestro_lod.errors import OptionError, TrainingError

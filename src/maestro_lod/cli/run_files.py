@@ -1,29 +1,35 @@
-"""The files of a run, in a directory of its own.
+"""The files of a run, in a directory of its own, and the checks that they belong together.
 
 config.yaml             every setting
 environment.json        versions and machine
 metrics.jsonl           one line per finished epoch, ranks included
-checkpoint.safetensors  where to go on: weights, optimizer, sampler, random states
-model.safetensors       the trained model, every size      (once finished)
+checkpoint.safetensors  the state to resume from: weights, optimizer, sampler, random states
+model.safetensors       the trained model, in every size      (once finished)
 result.json             test metrics, costs                (once finished)
-report.html             all of it as a page                (once finished)
+report.html             all of this as a page               (once finished)
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maestro_lod.errors import CheckpointError, OptionError, TrainingError
+import torch
+from torch import Tensor, nn
+
+from maestro_lod.cli.recipe import Recipe
+from maestro_lod.cli.yaml_settings import shown
+from maestro_lod.errors import CheckpointError, OptionError, TrainingError, listed
 from maestro_lod.files.atomic import alone_in, open_to_append, remove_leftovers, replacing
 from maestro_lod.files.json_files import Shape, parse_json, read_json_file, read_limited
 from maestro_lod.train.progress import EpochRecord
@@ -33,17 +39,17 @@ _RESULT: Shape = {
     "summary": {"dense_params": int}, "ledger": ({"relative_macs": float | None}, None),
     "size?": ({str: float}, None), "seconds": float, "epochs": int,
 }  # fmt: skip
-"""What is read of a result, by this version and by older ones."""
+"""The parts of a result that are read; also of results of older versions."""
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Reads and writes the files of one run."""
+    """Reader and writer of the files of one run."""
 
     directory: Path
 
     def require_new(self) -> None:
-        """Refuse a directory that cannot be written to, or in which there is something."""
+        """Raise OptionError for a directory that is not empty or cannot be written to."""
         there = _existing(self.directory)
         if not there.is_dir():
             raise OptionError(f"--out {self.directory}: {there} is a file. Give a directory.")
@@ -51,7 +57,7 @@ class RunDirectory:
             raise OptionError(
                 f"--out {self.directory}: {there} cannot be written to. Give another."
             )
-        # hidden files do not count: a start that was killed at once may have left one
+        # hidden files do not count: a start that was killed may have left one
         if self.directory.is_dir() and any(
             not path.name.startswith(".") for path in self.directory.iterdir()
         ):
@@ -61,7 +67,7 @@ class RunDirectory:
             )
 
     def make(self, needed: int) -> None:
-        """Make the directory; refuse to start where this many bytes would not fit."""
+        """Make the directory; raise CheckpointError if it has less than `needed` bytes free."""
         free = shutil.disk_usage(_existing(self.directory)).free
         if free < needed:
             raise CheckpointError(
@@ -90,22 +96,22 @@ class RunDirectory:
         return (self.directory / "result.json").exists()
 
     def tidy(self) -> None:
-        """Remove what a process killed after the end of the run has left; the lock goes with it."""
+        """Remove temporary files and the lock of a process that was killed after the run ended."""
         with alone_in(self.directory):
             remove_leftovers(self.directory)
 
     def result(self) -> dict[str, Any]:
-        """Return what a finished run reached."""
+        """Return the result of a finished run."""
         if not self.finished:
             raise OptionError(
-                f"the run in {self.directory} has not finished. Go on with: lod resume "
+                f"the run in {self.directory} has not finished. Resume with: lod resume "
                 f"{self.directory}"
             )
         result: dict[str, Any] = read_json_file(self.directory / "result.json", _RESULT)
         return result
 
     def epochs(self) -> list[EpochRecord]:
-        """Return the records of the epochs that are finished."""
+        """Return the records of the finished epochs."""
         path = self.directory / "metrics.jsonl"
         try:
             lines = read_limited(path).splitlines()
@@ -147,10 +153,10 @@ class RunDirectory:
     def _way_out(self) -> str:
         if not (self.directory / "config.yaml").exists():
             return "Make room, or give another --out."
-        return f"What was saved is whole: make room, then go on with: lod resume {self.directory}"
+        return f"Saved files are complete. Make room, then resume with: lod resume {self.directory}"
 
     def write_metrics(self, records: Iterable[EpochRecord]) -> None:
-        """Let the metrics be these epochs."""
+        """Replace the metrics."""
         self.write("metrics.jsonl", "".join(map(_line, records)))
 
     def append(self, record: EpochRecord) -> None:
@@ -160,13 +166,13 @@ class RunDirectory:
 
 
 def _existing(directory: Path) -> Path:
-    """Return a directory, or the closest parent that exists."""
+    """Return a directory or its closest parent that exists."""
     whole = directory.absolute()
     return next(path for path in (whole, *whole.parents) if os.path.lexists(path))
 
 
 def _not_finite(value: Any, where: str = "") -> list[str]:
-    """Return where in nested data there are numbers that JSON does not have."""
+    """Return the keys of NaN and infinite numbers in nested data."""
     if isinstance(value, dict):
         parts = [_not_finite(part, f"{where}.{key}".lstrip(".")) for key, part in value.items()]
     elif isinstance(value, list | tuple):
@@ -178,3 +184,62 @@ def _not_finite(value: Any, where: str = "") -> list[str]:
 
 def _line(record: EpochRecord) -> str:
     return json.dumps(record.to_dict()) + "\n"
+
+
+# -- files that belong to one another ----------------------------------------------------------
+
+MAY_CHANGE = (
+    *("recipe", "description", "code"),
+    *("epochs", "device", "threads", "checkpoint_every", "tensorboard"),
+)
+
+
+def fixed_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that must not change after a run has begun."""
+    settings = recipe.model_dump(mode="json", exclude={*MAY_CHANGE})
+    settings["data"].pop("directory")  # data may move
+    return settings
+
+
+def require_same_settings(before: Mapping[str, Any] | None, recipe: Recipe, file: Path) -> None:
+    """Raise CheckpointError if a file was written with other settings; old files name none."""
+    now = fixed_settings(recipe)
+    known = {key: value for key, value in (before or {}).items() if key in now}
+    changed = _differences("", known, {key: now[key] for key in known})
+    if changed:
+        raise CheckpointError(
+            f"{file} does not belong to {file.parent / 'config.yaml'}: {listed(changed, 3)}. Once "
+            f"a run has begun only {', '.join(MAY_CHANGE[3:])} and data.directory may change. Undo "
+            "that, or start another run with it: lod train config.yaml --out DIR"
+        )
+
+
+def _differences(place: str, before: Any, now: Any) -> list[str]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        return [
+            line
+            for key in {**before, **now}
+            if before.get(key) != now.get(key)
+            for line in _differences(f"{place}.{key}", before.get(key), now.get(key))
+        ]
+    return [f"{place[1:]} is {shown(before)} in one and {shown(now)} in the other"]
+
+
+def require_same_weights(about: Mapping[str, Any], model: nn.Module, file: Path) -> None:
+    """Raise CheckpointError if a file describes other weights; old files name none."""
+    if about.get("weights") not in (None, weights_digest(model)):
+        raise CheckpointError(
+            f"{file} describes another model than the model.safetensors in its directory. Restore "
+            "the wrong one of the two, or write it again with lod train or lod frontier."
+        )
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return a digest of all parameters and buffers that does not depend on the device."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        if isinstance(value, Tensor):
+            digest.update(f"{name} {value.dtype} {[*value.shape]}".encode())
+            plain = value.detach().cpu().contiguous().reshape(-1)
+            digest.update(plain.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
