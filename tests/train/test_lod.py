@@ -922,7 +922,7 @@ def test_weights_that_sum_to_one_average_over_batches():
 
 
 def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(TrainingError, match="None is no optimizer"):
+    with pytest.raises(TrainingError, match="None is not an optimizer"):
         LoD(low_rank_model(), None)
 
 

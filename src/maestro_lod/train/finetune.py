@@ -1,4 +1,4 @@
-"""Train a model that was cut a little further, as the plain model that it is by now."""
+"""Fine-tune a model that was cut and extracted."""
 
 from __future__ import annotations
 
@@ -33,9 +33,23 @@ def finetune(
     >>> small = extract(model, ranks)
     >>> finetune(small, loader, optimizer=SGD(small.parameters(), lr=0.01, momentum=0.9))
 
-    The optimizer is one that would train the model anew: healing begins at three tenths of its
-    learning rate. `checkpoint` is a file that is written after every epoch: with one that is there
-    already, healing goes on where it was.
+    Args:
+        plain: The extracted model.
+        train_data: As `fit` takes it, with a length.
+        optimizer: As it would train the model from the beginning: fine-tuning starts at three
+            tenths of its learning rate.
+        epochs: How many epochs to train.
+        loss: As `fit` takes it.
+        seed: Seed of everything that is random.
+        options: As `fit` takes them.
+        checkpoint: A file that is written after every epoch; if it exists, training resumes there.
+
+    Returns:
+        The record of the run.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model.
+        OptionError: An option is invalid, or the data has no length.
     """
     require_at_least_one("heal", epochs, "the epochs to train on")
     if not isinstance(train_data, Sized):
