@@ -190,12 +190,16 @@ def lod_step(
     *,
     run: nn.Module | None = None,
     batches: int = 1,
-    penalty: float | lod.Budget = PENALTY,
+    budget: float | None = None,
 ) -> Callable[[], None]:
     """Train as `fit` does; `run` is the compiled form of the model, if there is one."""
     optimizer, (x, y) = case.optimizer(model), case.batch()
     run = model if run is None else run
-    train = lod.LoD(model, optimizer, penalty=penalty, example=x)
+    train: lod.LoD | lod.BudgetTraining
+    if budget is None:
+        train = lod.LoD(model, optimizer, penalty=PENALTY, example=x)
+    else:
+        train = lod.BudgetTraining(model, optimizer, params=budget, example=x)
 
     def one() -> None:
         train.backward(lambda: run(*x), lambda output: loss_of(output, y))
@@ -207,7 +211,8 @@ def lod_step(
             for _ in range(batches):
                 with train.step():
                     loss_of(run(*x), y).backward()
-        train.add_penalty_gradients()
+        if isinstance(train, lod.LoD):
+            train.add_penalty_gradients()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -238,7 +243,7 @@ def variants_of(case: Case, *, compiled: bool) -> dict[str, Callable[[], None]]:
     found = {
         "dense": plain_step(case, dense),
         "full rank": lod_step(case, case.model()),
-        "before a budget lands": lod_step(case, case.model(), penalty=lod.Budget(params=0.5)),
+        "before a budget lands": lod_step(case, case.model(), budget=0.5),
         "small ranks": lod_step(case, case.model(case.small)),
         "dense, 4 batches": plain_step(case, case.model(low_rank=False), batches=4),
         "full rank, 4 batches": lod_step(case, case.model(), batches=4),

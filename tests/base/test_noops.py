@@ -119,7 +119,7 @@ def test_a_step_of_another_optimizer_does_not_count() -> None:
     train = LoD(model := low_rank_model(), sgd(model))
     backward(model, train)
     sgd(model).step()
-    with pytest.raises(TrainingError, match="on the optimizer that LoD was given"):
+    with pytest.raises(TrainingError, match="on the optimizer that the method was given"):
         train.end_epoch()
 
 

@@ -31,8 +31,7 @@ from maestro_lod.cli.run import Interrupted, Run
 from maestro_lod.cli.setup import Setup
 from maestro_lod.errors import OptionError
 from maestro_lod.files.atomic import alone_in
-from maestro_lod.train.progress import Progress
-from maestro_lod.train.progress import EpochRecord
+from maestro_lod.train.progress import EpochRecord, Progress
 
 OWN = """
 import torch

@@ -26,12 +26,11 @@ from maestro_lod.errors import OptionError
 from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import Cost, count_params
-from maestro_lod.train.fit import Watch
+from maestro_lod.train.budget import Budget
 from maestro_lod.train.dense import Dense, DenseSettings
-from maestro_lod.train.fit import fit
+from maestro_lod.train.fit import Watch, fit
 from maestro_lod.train.lod_settings import LoDSettings
 from maestro_lod.train.method import RunPlan, Settings, setting
-from maestro_lod.train.objective import Budget, Pressure
 from maestro_lod.train.progress import EpochRecord, MethodRecord
 from tests.support.runs import assert_same_end, stopped
 
@@ -204,7 +203,7 @@ def test_a_small_budget_begins_narrower(changes: list[str], narrower: bool) -> N
     budget = recipe.settings.budget
     if budget is not None:  # shares are those of the whole width
         train = setup.method
-        assert train.landing.share == pytest.approx(
+        assert train.schedule.share == pytest.approx(
             budget.value if budget.value < 1 else budget.value / setup.dense.params, rel=0.01
         )
         share = getattr(train.record(), f"relative_{budget.kind}")
@@ -250,28 +249,26 @@ def test_fit_knows_no_method_but_dense() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "strength"),
+    ("changes", "chosen"),
     [
         ([], Budget(params=0.25)),
         (["penalty=1e-4"], 1e-4),
-        (["pressure=64"], Pressure(64)),
         (["budget.params=0.2"], Budget(params=0.2)),
         (["budget={macs: 0.3, steps: 50}"], Budget(macs=0.3, steps=50)),
         (["budget.params=5000", "budget.steps=7"], Budget(params=5000, steps=7)),
-        (["penalty=0", "pressure=0", "budget="], 0.0),
+        (["penalty=0", "budget="], 0.0),
     ],
 )
-def test_what_is_asked_for_is_the_one_choice(changes: list[str], strength: Any) -> None:
+def test_what_is_asked_for_is_the_one_choice(changes: list[str], chosen: Any) -> None:
     settings = load_recipe("digits", changes).settings
     assert isinstance(settings, LoDSettings)
-    assert settings.strength == strength
+    assert (settings.penalty if settings.budget is None else settings.budget) == chosen
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["pressure=64", "penalty=1e-3"], "pressure sets the penalty: leave penalty and budget"),
-        (["pressure=64", "budget.params=0.2"], "pressure sets the penalty"),
+        (["pressure=64"], "pressure=64 is not supported any more. Set penalty"),
         (["penalty=1e-3", "budget.params=0.2"], "budget removes ranks by itself"),
         (["budget.params=0.2", "shrink=false"], "budget removes ranks by itself"),
         (["budget.params=0.2", "budget.macs=0.2"], "budget: a budget needs either params or macs"),
@@ -280,7 +277,6 @@ def test_what_is_asked_for_is_the_one_choice(changes: list[str], strength: Any) 
         (["budget.parms=0.2"], "no setting 'budget.parms'. Did you mean 'params'"),
         (["budget.params=true"], "budget.params=true must be a number"),
         (["budget=3"], "budget=3 must be a mapping of settings"),
-        (["pressure=64", "optimizer=adam"], "pressure=64 needs proximal=True with Adam"),
     ],
 )
 def test_two_choices_at_once_are_one_clear_error(changes: list[str], message: str) -> None:
@@ -295,7 +291,8 @@ def test_two_choices_at_once_are_one_clear_error(changes: list[str], message: st
 def old_settings(recipe: Any, **changes: Any) -> dict[str, Any]:
     """The settings of a recipe as the first version wrote them: all, of every method."""
     defaults = checked({"model": "lenet", "data": "digits", "epochs": 1}, "here")
-    return yaml.safe_load(dumped(defaults)) | yaml.safe_load(dumped(recipe)) | changes
+    gone = {"pressure": 0.0}
+    return yaml.safe_load(dumped(defaults)) | yaml.safe_load(dumped(recipe)) | gone | changes
 
 
 def old_checkpoint(path: Path) -> None:
@@ -314,7 +311,7 @@ def old_checkpoint(path: Path) -> None:
     [
         ["penalty=1e-3", "threshold=1e-3"],
         ["budget.params=0.4"],
-        ["pressure=20", "proximal=true"],
+        ["penalty=1e-2", "proximal=true"],
         ["method=dense"],
     ],
     ids=str,

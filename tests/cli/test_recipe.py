@@ -200,7 +200,7 @@ CHANGES = {
     "threshold": st.floats(0, 1, width=32),
     "description": st.text(max_size=20),
     "shrink": st.booleans(),
-    "sampling": st.sampled_from(["pairs", "iid", "layer_uniform", "independent"]),
+    "sampling": st.sampled_from(["pairs", "several"]),
     "clip_norm": st.none() | st.floats(1e-9, 1e9),
     "optimizer": st.sampled_from(["sgd", "adam"]) | st.fixed_dictionaries(
         {"name": st.just("adamw"), "betas": st.tuples(*[st.floats(0, 0.99)] * 2)}

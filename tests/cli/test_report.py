@@ -186,12 +186,6 @@ def finished(
             "relative_macs": mean * 1.2,
             "relative_executed_macs": mean * 1.05,
         },
-        "memory": None
-        if dense
-        else {
-            form: {"saved": 1, "total": total}
-            for form, total in (("dense", 2e6), ("full rank", 2.2e6), ("at the end", 1.5e6))
-        },
         "full_ranks": {} if dense else full,
         "seconds": sum(record["seconds"] for record in records),
         "epochs": len(records),

@@ -28,7 +28,6 @@ from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.train.dense import Dense
 from maestro_lod.train.evaluate import CrossEntropy
-from maestro_lod.train.passes import Passes
 
 SMALL = ["data.limit=40", "batch=8"]
 
@@ -126,13 +125,13 @@ def test_same_recipe_makes_the_same_parts() -> None:
 
 def test_settings_reach_the_training() -> None:
     train = Setup.of(
-        digits("penalty=0.5", "threshold=0.25", "sampling=iid", "proximal=true", "min_rank=2",
+        digits("penalty=0.5", "threshold=0.25", "sampling=several", "proximal=true", "min_rank=2",
                "full_pass=true", "distill=true")
     ).method  # fmt: skip
     assert isinstance(train, lod.LoD)
     assert (train.penalty, train.threshold, train.min_rank) == (0.5, 0.25, 2)
-    assert (train.proximal, train.passes) == (True, Passes(full_pass=True, distill=True))
-    assert train.sampler.strategy == "iid"
+    assert train.proximal and train.full_pass and train.distill
+    assert train.sampler.strategy == "several"
     assert train.ledger.dense_macs == 281_640
     kept = Setup.of(digits("penalty=0.5", "shrink=false")).method
     assert isinstance(kept, lod.LoD) and kept.threshold is None

@@ -176,7 +176,7 @@ def message_of_disagreement(option: str, values: tuple[Any, Any]) -> str:
     [
         ("seed", (0, 1), "the ranks to draw"),
         ("threshold", (1e-7, 1e-3), "threshold=0.001"),
-        ("sampling", ("pairs", "iid"), "the ranks to draw"),
+        ("sampling", ("pairs", "several"), "the ranks to draw"),
     ],
 )
 def test_processes_that_would_go_different_ways_are_refused_at_the_first_step(

@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from maestro_lod import LoD, MaestroError, decompose, load, ranks, save
+from maestro_lod import BudgetTraining, LoD, MaestroError, decompose, load, ranks, save
 from maestro_lod.distributed.fsdp import across_ranks
 from maestro_lod.distributed.shards import gathered
 from maestro_lod.files import shard_files
 from maestro_lod.files import tensor_file as tensors
-from maestro_lod.train.objective import Budget
 from tests.distributed.test_ddp import OPTIMIZERS, batch, share, small_model
 from tests.support.pair import Pair
 
@@ -65,8 +64,9 @@ def trained(name: str, dtype: torch.dtype = torch.float64, how: str = "") -> dic
     if how == "proximal":
         options |= {"penalty": 0.5, "proximal": True}
     if how == "budget":
-        options = {"penalty": Budget(params=0.6, steps=2 * STEPS)}
-    train = LoD(model, optimizer, seed=5, **options)
+        train: Any = BudgetTraining(model, optimizer, params=0.6, steps=2 * STEPS)
+    else:
+        train = LoD(model, optimizer, seed=5, **options)
     lost = []
     for epoch in range(EPOCHS):
         for step in range(STEPS):
@@ -78,7 +78,7 @@ def trained(name: str, dtype: torch.dtype = torch.float64, how: str = "") -> dic
                 if how in ("loss", "gathered"):
                     loss = loss + train.penalty_loss()
                 loss.backward()
-            if how not in ("loss", "gathered"):
+            if how not in ("loss", "gathered", "budget"):
                 train.add_penalty_gradients()
             optimizer.step()
             optimizer.zero_grad()

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 import maestro_lod as lod
 from maestro_lod.cli.main import COMMANDS
 from maestro_lod.integrations.huggingface import save_pretrained
-from maestro_lod.train.elastic import Elastic
 from tests.support.directories import write_llama
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +73,7 @@ def given_to(page: str, block: str) -> dict[str, Any]:
     if page == "tuning":
         decomposed = lod.decompose(model)
         return {
-            "lod": lod, "torch": torch, "F": functional, "Elastic": Elastic, "build": network,
+            "lod": lod, "torch": torch, "F": functional, "build": network,
             "model": decomposed, "optimizer": torch.optim.SGD(decomposed.parameters(), lr=0.1),
             "x": x, "y": torch.zeros(8, dtype=torch.int64),
             "train_epoch": lambda model, penalty: (0.99, 9_000, 9_000, 1.0),

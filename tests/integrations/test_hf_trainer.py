@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, SequentialSampler
 
-from maestro_lod import Budget, at_ranks, decompose, ranks
+from maestro_lod import BudgetTraining, at_ranks, decompose, ranks
 from maestro_lod.errors import LayerError, OptionError, TrainingError
 from maestro_lod.layers import LowRank
 from tests.support import trainers as task
@@ -81,9 +81,11 @@ def trainer(
 def trained(
     directory: Path, resume: Path | None = None, case: task.Case = task.SGD, **options: Any
 ) -> Any:
-    of_lod = {key: options.pop(key) for key in task.OPTIONS if key in options}
+    known = (*task.OPTIONS, "method", "params")
+    chosen = {key: options.pop(key) for key in known if key in options}
     run = trainer(directory, case=case, **options)
-    run.add_callback(LoDTrainerCallback(run, **(case.options | of_lod)))
+    of_case = {} if "method" in chosen else case.options
+    run.add_callback(LoDTrainerCallback(run, **(of_case | chosen)))
     run.train(resume_from_checkpoint=resume)
     return run
 
@@ -171,7 +173,7 @@ def test_ranks_and_cost_reach_whatever_is_reported_to(tmp_path: Path) -> None:
 
 
 def test_a_budget_learns_from_the_trainer_how_long_training_lasts(tmp_path: Path) -> None:
-    run = trained(tmp_path, num_train_epochs=6, penalty=Budget(params=0.5), threshold=1e-7)
+    run = trained(tmp_path, num_train_epochs=6, method=BudgetTraining, params=0.5)
     assert run.state.log_history[-2]["lod/relative_params"] <= 0.5
 
 

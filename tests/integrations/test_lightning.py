@@ -13,7 +13,7 @@ from torch import Tensor, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from maestro_lod import Budget, at_ranks, decompose, ranks
+from maestro_lod import BudgetTraining, ElasticTraining, at_ranks, decompose, ranks
 from maestro_lod.errors import LayerError, OptionError, TrainingError
 from maestro_lod.layers import LowRank
 from tests.support import trainers as task
@@ -280,5 +280,9 @@ def test_options_are_checked_at_once() -> None:
         LoDCallback(penatly=1e-3)
     with pytest.raises(OptionError, match="full_pass needs two passes"):
         LoDCallback(full_pass=True)
+    with pytest.raises(OptionError, match="ElasticTraining needs two passes"):
+        LoDCallback(method=ElasticTraining)
+    with pytest.raises(OptionError, match="BudgetTraining has no option 'penalty'"):
+        LoDCallback(method=BudgetTraining, penalty=1e-3)
     with pytest.raises(TrainingError, match="no LoD before training"):
         _ = LoDCallback().lod

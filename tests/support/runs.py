@@ -12,8 +12,7 @@ import torch
 from maestro_lod.cli.run import Interrupted, Run
 from maestro_lod.cli.setup import Setup
 from maestro_lod.files.state import load_state
-from maestro_lod.train.progress import Progress
-from maestro_lod.train.progress import EpochRecord
+from maestro_lod.train.progress import EpochRecord, Progress
 
 
 class Until:

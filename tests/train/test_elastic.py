@@ -20,8 +20,8 @@ from maestro_lod.errors import OptionError
 from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import cost_of
-from maestro_lod.train.fit import Watch
 from maestro_lod.train.elastic import SizeSampler
+from maestro_lod.train.fit import Watch
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.progress import Progress
 

@@ -19,8 +19,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from maestro_lod import LoD, at_ranks, decompose, fit
 from maestro_lod.errors import OptionError
 from maestro_lod.model.inputs import ModelInputs, in_mode, on_device
-from maestro_lod.train.evaluate import IGNORED, CrossEntropy, Score, evaluate, hits_of, recalibrate
-from maestro_lod.train.evaluate import first_samples
+from maestro_lod.train.evaluate import (
+    IGNORED,
+    CrossEntropy,
+    Score,
+    evaluate,
+    first_samples,
+    hits_of,
+    recalibrate,
+)
 
 
 def class_batches(sizes: list[int], classes: int = 4, seed: int = 0) -> list[tuple[Tensor, Tensor]]:

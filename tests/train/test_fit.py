@@ -17,16 +17,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from maestro_lod import Budget, LoD, at_ranks, decompose, extract, ranks
+from maestro_lod import BudgetTraining, ElasticTraining, LoD, at_ranks, decompose, extract, ranks
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers import LowRank, composed_once
 from maestro_lod.model.cost import count_params
 from maestro_lod.train import fit as fit_module
-from maestro_lod.train.fit import Watch
-from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.evaluate import CrossEntropy, Score, evaluate, recalibrate
-from maestro_lod.train.fit import FitOptions, fit
+from maestro_lod.train.fit import FitOptions, Watch, fit
 from maestro_lod.train.progress import Progress
 from maestro_lod.train.schedule import milestones, vaswani
 
@@ -99,6 +97,7 @@ class Run:
         fused: bool = False,
         data: Callable[[], Iterable[Any]] = shuffled,
         lod: dict[str, Any] | None = None,
+        budget: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.model: nn.Module = net()
@@ -107,8 +106,10 @@ class Run:
         self.channels_last = channels_last
         self._order_weights()
         self.optimizer = make(self.model, fused=fused)
-        self.lod = None
-        if method == "lod":
+        self.lod: Any = None
+        if budget is not None:
+            self.lod = BudgetTraining(self.model, self.optimizer, **budget)
+        elif method == "lod":
             chosen = {"penalty": 0.05, "threshold": 0.6, "seed": 3} | (lod or {})
             self.lod = LoD(self.model, self.optimizer, **chosen)
         self.data, self.options = data(), options
@@ -263,7 +264,7 @@ def test_fit_is_the_loop_that_one_writes_by_hand_bit_for_bit(
 
 @pytest.mark.parametrize("distill", [False, True])
 def test_the_full_pass_goes_through_fit(distill: bool) -> None:
-    options = {"full_pass": True, "distill": distill, "sampling": "iid"}
+    options = {"full_pass": True, "distill": distill, "sampling": "several"}
     ours, theirs = Run(lod=options), Run(lod=options)
     ours.fit(1)
     assert theirs.lod is not None
@@ -360,10 +361,10 @@ CASES: dict[str, dict[str, Any]] = {
         "accumulate": 2, "schedule": vaswani(4), "clip_norm": 1.0, "data": Augmented,
     },
     "LoD, a layer that vanishes": {"lod": {"threshold": 1.0}},
-    "LoD, iid, full pass": {"lod": {"full_pass": True, "sampling": "iid"}},
+    "LoD, several, full pass": {"lod": {"full_pass": True, "sampling": "several"}},
     "LoD, amp": {"amp": True},
     "a budget": {
-        "lod": {"penalty": Budget(params=0.5, steps=6), "threshold": 1e-7},
+        "budget": {"params": 0.5, "steps": 6},
     },
 }  # fmt: skip
 
@@ -892,10 +893,10 @@ def test_batches_that_are_mappings_train_on_the_loss_of_the_output(way: str) -> 
     trains = way in ("lod", "budget", "elastic")
     model = decompose(Sequences()) if trains else Sequences()
     optimizer, options = optim.SGD(model.parameters(), lr=0.1), dict[str, Any]()
-    ways: dict[str, Callable[[], LoD]] = {
+    ways: dict[str, Callable[[], Any]] = {
         "lod": lambda: LoD(model, optimizer, penalty=1e-4, proximal=True),
         "budget": lambda: BudgetTraining(model, optimizer, params=0.6),
-        "elastic": lambda: LoD(model, optimizer, sampling=Elastic(0.3)),
+        "elastic": lambda: ElasticTraining(model, optimizer, smallest=0.3),
     }
     if trains:
         options["method"] = ways[way]()

@@ -115,42 +115,11 @@ def test_a_shrink_between_rounds_needs_no_rebuild():
         assert set(draw_pairs(sampler, 6)) == live_pairs(model)
 
 
-# -- the other strategies ----------------------------------------------------------------------
+# -- probabilities ----------------------------------------------------------------------------
 
 
-def test_iid_is_uniform_over_pairs():
-    model = low_rank_model()
-    draws = 4000
-    observed = Counter(draw_pairs(RankSampler(model, strategy="iid", seed=4), draws))
-    assert_uniform(observed, dict.fromkeys(live_pairs(model), draws / 10))
-
-
-def test_layer_uniform_is_uniform_over_layers_and_then_over_ranks():
-    model = low_rank_model()
-    draws = 4000
-    observed = Counter(draw_pairs(RankSampler(model, strategy="layer_uniform", seed=5), draws))
-    expected = {(name, b): draws / 3 / WIDTHS[name] for name, b in live_pairs(model)}
-    assert_uniform(observed, expected)
-
-
-def test_independent_gives_every_layer_a_uniform_rank_of_its_own():
-    model = low_rank_model()
-    sampler = RankSampler(model, strategy="independent", seed=6)
-    draws = 3000
-    joint = Counter(tuple(sampler.sample().items()) for _ in range(draws))
-    every = itertools.product(*[[(n, b) for b in range(1, w + 1)] for n, w in WIDTHS.items()])
-    assert_uniform(joint, dict.fromkeys(every, draws / 30))
-
-
-CHANCES = {  # of the layers of ranks 2, 5 and 3
-    "pairs": {"0": [0.1, 0.9], "1": [0.1] * 4 + [0.6], "2": [0.1, 0.1, 0.8]},
-    "layer_uniform": {
-        "0": [1 / 6, 5 / 6],
-        "1": [1 / 15] * 4 + [11 / 15],
-        "2": [1 / 9, 1 / 9, 7 / 9],
-    },
-    "independent": {"0": [1 / 2] * 2, "1": [1 / 5] * 5, "2": [1 / 3] * 3},
-}  # fmt: skip
+CHANCES = {"0": [0.1, 0.9], "1": [0.1] * 4 + [0.6], "2": [0.1, 0.1, 0.8]}
+"""With pairs of the layers of ranks 2, 5 and 3."""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -160,7 +129,7 @@ def test_chances_say_at_which_rank_each_layer_is_left(strategy):
     assert {name: len(of_ranks) for name, of_ranks in chances.items()} == WIDTHS
     for of_ranks in chances.values():
         assert sum(of_ranks) == pytest.approx(1.0)
-    expected = CHANCES.get("pairs" if strategy == "iid" else strategy, {})
+    expected = CHANCES if strategy == "pairs" else {}
     for name, of_ranks in expected.items():
         assert chances[name] == pytest.approx(of_ranks)
     draws = 4000
@@ -227,8 +196,8 @@ def test_a_model_with_nothing_to_sample_is_refused(strategy, how):
 
 
 def test_an_unknown_strategy_is_refused_with_the_nearest_one():
-    with pytest.raises(MaestroError, match=r"'layer-uniform'.*'layer_uniform'"):
-        RankSampler(low_rank_model(), strategy="layer-uniform")
+    with pytest.raises(MaestroError, match=r"'severl'.*'several'"):
+        RankSampler(low_rank_model(), strategy="severl")
 
 
 def test_a_model_without_low_rank_layers_is_refused():
@@ -302,6 +271,6 @@ def test_a_saved_state_does_not_change_with_later_draws():
 
 def test_a_state_of_another_strategy_is_refused():
     model = low_rank_model()
-    state = RankSampler(model, strategy="iid").state_dict()
-    with pytest.raises(MaestroError, match="'iid'"):
+    state = RankSampler(model, strategy="several").state_dict()
+    with pytest.raises(MaestroError, match="'several'"):
         RankSampler(model).load_state_dict(state)

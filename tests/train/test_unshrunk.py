@@ -9,17 +9,16 @@ import torch
 from torch import nn
 
 from maestro_lod.model.surgery import decompose
+from maestro_lod.train.diagnostics import unshrunk
 from maestro_lod.train.fit import fit
 from maestro_lod.train.lod import LoD
-from maestro_lod.train.objective import Budget, Strength
 from maestro_lod.train.progress import EpochRecord
-from maestro_lod.train.diagnostics import unshrunk
 
 SAID = "the model has not shrunk"
 
 
 def trained(
-    penalty: Strength, epochs: int, threshold: float | None = 1e-7
+    penalty: float, epochs: int, threshold: float | None = 1e-7
 ) -> tuple[list[str], list[EpochRecord]]:
     """Train a small model and return what was said, and the records."""
     torch.manual_seed(0)
@@ -42,18 +41,18 @@ def test_a_penalty_that_removes_nothing_is_said_after_a_third_and_at_the_end(
     assert said == [record.note for record in history if record.note]
     for epoch, text in zip(at, said, strict=True):
         assert f"after {epoch} of {epochs} epochs 16 of 16 ranks are left" in text
-        assert "Budget(params=0.25)" in text
+        assert "BudgetTraining(model, optimizer, params=0.25)" in text
         assert "budget.params=0.25" in text
         assert "penalty=1e-08" in text
 
 
 @pytest.mark.parametrize(
     ("penalty", "threshold"),
-    [(0.0, 1e-7), (1e-8, None), (Budget(params=0.7), 1e-7), (0.5, 1e-1)],
-    ids=["no penalty", "no shrinking", "a budget", "a model that shrinks"],
+    [(0.0, 1e-7), (1e-8, None), (0.5, 1e-1)],
+    ids=["no penalty", "no shrinking", "a model that shrinks"],
 )
 def test_whoever_did_not_ask_or_got_what_they_asked_for_hears_nothing(
-    penalty: Strength, threshold: float | None
+    penalty: float, threshold: float | None
 ) -> None:
     said, history = trained(penalty, 6, threshold)
     assert said == []

@@ -13,14 +13,13 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
-from maestro_lod import Budget, LoD, decompose, ranks
+from maestro_lod import BudgetTraining, LoD, decompose, ranks
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.train.fit import Watch
-from maestro_lod.train.fit import fit
+from maestro_lod.train.fit import Watch, fit
 from maestro_lod.train.method import RunPlan
 from maestro_lod.train.progress import Progress
 from maestro_lod.train.shrink import shrink
-from maestro_lod.train.zero_ranks import Grace, unmoved_ranks
+from maestro_lod.train.zero_ranks import unmoved_ranks
 
 
 def zeroed(layer: nn.Linear) -> nn.Linear:
@@ -89,7 +88,7 @@ def begun(name: str, **options: Any) -> tuple[nn.Module, LoD]:
 
 def drawing(train: LoD) -> LoD:
     """Let a training draw ranks from the first step on, which it does where no layer is zero."""
-    train.sampler.alone = 0
+    train.warmup_epochs = 0
     return train
 
 
@@ -145,7 +144,7 @@ def test_first_the_whole_model_is_trained_as_the_dense_one_is(name: str, proxima
     for each, method in ((model, train), (dense, None)):
         optimizer = train.optimizer if method else optim.Adam(each.parameters(), lr=5e-3)
         fit_until(2, each, batches, optimizer=optimizer, method=method, epochs=6)
-    assert train.sampler.alone == 2 and train.epoch == 2
+    assert train.warmup_epochs == 2 and train.epoch == 2
     x = digits()[1][0][0].double()
     torch.testing.assert_close(model(x), dense(x), rtol=1e-5, atol=1e-6)  # as float32 began
     assert all(layer.identity is None for layer in low_rank_layers(model).values())
@@ -163,21 +162,23 @@ def test_a_run_that_goes_on_trains_alone_as_long_as_it_had_planned() -> None:
     for part, saved in zip((again, second.optimizer, second), state, strict=True):
         part.load_state_dict(saved)
     fit(again, batches, optimizer=second.optimizer, method=second, epochs=7, progress=progress)
-    assert second.sampler.alone == 2
+    assert second.warmup_epochs == 2
     for mine, other in zip(again.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
     second.start(again, second.optimizer, RunPlan(1000, 4))
-    assert second.sampler.alone == 2
+    assert second.warmup_epochs == 2
 
 
 ALONE = {
     "zeros": 6, "few ranks": 6, "rank-deficient": 6,
-    "one row": 0, "ordinary": 0, "frozen": 0, "budget": 0,
+    "one row": 0, "ordinary": 0, "frozen": 0,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("weight", "alone"), ALONE.items())
-def test_ranks_are_drawn_from_the_first_step_on_where_few_are_zero(weight: str, alone: int) -> None:
+@pytest.mark.parametrize(("weight", "warmup"), ALONE.items())
+def test_ranks_are_drawn_from_the_first_step_on_where_few_are_zero(
+    weight: str, warmup: int
+) -> None:
     dense = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 10))
     with torch.no_grad():
         if weight == "rank-deficient":
@@ -188,10 +189,9 @@ def test_ranks_are_drawn_from_the_first_step_on_where_few_are_zero(weight: str, 
             dense[1].weight.zero_()
     dense[1].requires_grad_(weight != "frozen")
     model = decompose(dense, ranks={"1": 5} if weight == "few ranks" else None)
-    strength = Budget(params=0.5, steps=9) if weight == "budget" else 1e-4
-    train = LoD(model, optim.SGD(model.parameters(), lr=0.1), penalty=strength)
-    train.sampler.expect(20)
-    assert train.sampler.alone == alone
+    train = LoD(model, optimizer := optim.SGD(model.parameters(), lr=0.1), penalty=1e-4)
+    train.start(model, optimizer, RunPlan(epochs=20, steps_per_epoch=3))
+    assert train.warmup_epochs == warmup
 
 
 @pytest.mark.parametrize("begin", ["few ranks", "rank-deficient"])
@@ -226,7 +226,9 @@ def test_without_either_the_same_training_loses_the_layer(
     model, train = begun(name, threshold=1e-3)
     drawing(train)
     if without == "grace":
-        monkeypatch.setattr(Grace, "end_epoch", lambda self, epoch: {})
+        monkeypatch.setattr(
+            "maestro_lod.train.zero_ranks.unmoved_ranks", lambda model: dict[str, int]()
+        )
     else:
         with torch.no_grad():
             model.get_submodule(layer).u.zero_()
@@ -284,8 +286,7 @@ def test_under_a_budget_too_nothing_goes_that_has_not_moved() -> None:
     train = BudgetTraining(model, optimizer, params=0.3, steps=1000)
     one_step(model, train, *digits()[0][0])
     assert train.end_epoch() == {}
-    assert train.landing is not None
-    assert train.landing.phase == "whole"
+    assert train.schedule.phase == "whole"
 
 
 def test_what_has_moved_is_judged_from_the_second_epoch_on() -> None:

@@ -1,4 +1,4 @@
-"""Training a model as it is: what every other method is compared with."""
+"""Train a model as it is: what every other method is compared with."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Dense:
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         if low_rank_layers(model):
             raise OptionError(
-                f"{type(model).__name__} is low-rank but fit got no LoD: nothing would be sampled. "
-                "Give method=LoD(model, optimizer, …)."
+                f"{type(model).__name__} is low-rank but fit got no method for it. "
+                "Give method=LoD(model, optimizer, …) or another."
             )
         self._model = unwrapped(model)
 

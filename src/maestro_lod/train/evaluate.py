@@ -1,4 +1,4 @@
-"""How good a model is on data, and BatchNorm statistics that belong to its present weights."""
+"""Evaluate a model on data, and recompute its BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ class Score:
 
 
 def sums(loss: Loss) -> bool:
-    """Say whether a loss is a sum over the batch; one that does not say so is a mean."""
+    """Return True if a loss is a sum over the batch; one without `reduction` is a mean."""
     return getattr(loss, "reduction", "mean") == "sum"
 
 
 def to_evaluate(loss: Loss) -> Loss:
-    """Return what to judge by after training with a loss: itself, or plain cross-entropy."""
+    """Return the loss to evaluate by: the training loss, or plain cross-entropy."""
     return CrossEntropy() if isinstance(loss, CrossEntropy) else loss
 
 
@@ -136,9 +136,22 @@ def hits_of(output: Any, target: Any) -> Tensor | None:
 def evaluate(
     model: nn.Module, batches: Iterable[Batch], loss: Loss | None = None, *, amp: bool = False
 ) -> dict[str, float]:
-    """Return the mean loss, and the accuracy where targets are classes, over all batches.
+    """Evaluate a model.
 
-    Text (targets with a second dimension) also gets its perplexity.
+    >>> evaluate(model, batches)["accuracy"]
+
+    Args:
+        model: The model, at its active ranks.
+        batches: As `fit` takes them.
+        loss: Returns the loss of (output, target); by default cross-entropy.
+        amp: Compute in bfloat16 where that is safe.
+
+    Returns:
+        The mean loss; the accuracy where targets are classes; and the perplexity of text, whose
+        targets have a second dimension.
+
+    Raises:
+        OptionError: No batch has a target, or the loss cannot be computed from them.
     """
     loss = loss or CrossEntropy()
     device, score, sequences = device_of(model), Score(), False
@@ -165,8 +178,19 @@ def recalibrate(
     """Recompute the statistics of all BatchNorms as plain means over batches, in place.
 
     Training mixes the statistics of many sampled submodels; this leaves those of the model at its
-    active ranks. Everything else stays in eval mode; momentum and modes are restored. Returns how
-    many batches were used: 0 if the model has no BatchNorm with statistics.
+    active ranks. Everything else stays in eval mode; momentum and modes are restored.
+
+    Args:
+        model: The model, at its active ranks.
+        batches: As `fit` takes them; targets are ignored.
+        most: How many batches to use at most.
+        amp: Compute in bfloat16 where that is safe.
+
+    Returns:
+        How many batches were used: 0 if the model has no BatchNorm with statistics.
+
+    Raises:
+        OptionError: The data has no batch. The statistics are as they were.
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     if not norms or most == 0:
@@ -233,7 +257,7 @@ def mean_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> float:
 
 
 def judge(train_data: Iterable[Batch], loss: Loss) -> Callable[[nn.Module], float]:
-    """Return what tells the loss of a model on the first samples, which are kept once needed."""
+    """Return a function: model → its loss on the first samples, which are read once."""
 
     @functools.cache
     def batches() -> list[tuple[Any, Any]]:

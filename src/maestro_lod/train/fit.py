@@ -1,4 +1,4 @@
-"""The one plain training loop: by any method, from the start or from any place in a run."""
+"""The training loop: by any method, from the start or resumed at any step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _ignore(progress: Progress) -> None:
 
 @dataclass(frozen=True)
 class Watch:
-    """Who sees the progress after each optimizer step and each epoch; what they raise ends it."""
+    """Callbacks after each optimizer step and each epoch; an exception in one ends the training."""
 
     step: Callable[[Progress], object] = _ignore
     epoch: Callable[[Progress], object] = _ignore
@@ -72,7 +72,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What most trainings leave as it is."""
+    """Options of `fit` that most trainings leave at their defaults."""
 
     clip_norm: float | None = None
     """The largest norm of a step's gradient."""
@@ -109,19 +109,41 @@ def fit(
     progress: Progress | None = None,
     watch: Watch | None = None,
 ) -> Progress:
-    """Train a model in place, by a method such as a `LoD` or as it is, and return the run's record.
+    """Train a model in place.
 
     >>> train = LoD(model, optimizer, penalty=1e-4)
     >>> fit(model, loader, optimizer=optimizer, method=train, epochs=20, validation=held_out)
 
-    `train_data` gives its batches again each time it is iterated: pairs (inputs, target), whose
-    inputs may be a tuple or mapping of arguments; or mappings of arguments, whose `labels` are the
-    target. An output with a `loss`, as transformers' models give for labels, is trained on that.
-    Before each epoch torch's global generator is seeded from `seed` and the epoch, so all that is
-    random repeats exactly. `schedule` is one of torch's schedulers, or says which share of its
-    learning rate a step has. `progress` continues a run from where its `state_dict()` was taken, in
-    the middle of an epoch too, once all else is as it was. Where a LoD distils, the loss has a
-    method `soft(output, teacher, target)`, or outputs (N, classes).
+    Before each epoch torch's global generator is seeded from `seed` and the epoch, so that a run
+    repeats exactly.
+
+    Args:
+        model: The model; low-rank ones need a method.
+        train_data: Returns the same batches each time it is iterated: pairs (inputs, target),
+            whose inputs may be a tuple or mapping of arguments; or mappings of arguments, whose
+            `labels` are the target.
+        optimizer: The optimizer; one for the whole model.
+        epochs: How many times to go through the training data, in all: a resumed run included.
+        method: How to train, such as `LoD`, `BudgetTraining` or `ElasticTraining`; by default the
+            model is trained as it is.
+        loss: Returns the loss of (output, target). By default cross-entropy, or the `loss` that an
+            output has, as those of transformers' models do. Where a method distils, the loss has a
+            method `soft(output, teacher, target)`, or outputs are scores (N, classes).
+        validation: Batches to evaluate on after each epoch.
+        schedule: One of torch's schedulers, or a function that returns the share of the learning
+            rate at a step.
+        seed: Seed of everything that is random.
+        options: Clipping, accumulation, precision and the like.
+        progress: Continues a run from where its `state_dict()` was taken, also in the middle of an
+            epoch, once model, optimizer and method are restored.
+        watch: Callbacks after each step and each epoch; by default progress lines.
+
+    Returns:
+        The record of the run: one entry per epoch.
+
+    Raises:
+        OptionError: An option is invalid, or the loss cannot be computed from the data.
+        TrainingError: There is no data, or the training has diverged.
     """
     require_whole("epochs", epochs)
     require_seed(seed)
@@ -146,7 +168,7 @@ def _plan(
     optimizer: Optimizer,
     loss: Loss,
 ) -> RunPlan:
-    """Say how long the training lasts, and which share of its rate each step has."""
+    """Return how long the training lasts, and the share of the learning rate at each step."""
     steps = _steps_per_epoch(train_data, accumulate)
     if isinstance(schedule, LRScheduler | ReduceLROnPlateau):
         schedule = from_scheduler(schedule, optimizer, epochs, steps)
@@ -158,7 +180,7 @@ def _plan(
 def _steps_of_epoch(
     batches: Iterator[Batch], one_step: _Step, progress: Progress, watch: Watch
 ) -> None:
-    """Do the steps that are left of an epoch; only they count as training time."""
+    """Do the remaining steps of an epoch; only they count as training time."""
     one_step.model.train()
     began = time.perf_counter()
     while group := list(itertools.islice(batches, one_step.options.accumulate)):
@@ -178,7 +200,7 @@ def _end_epoch(
     *,
     last: bool,
 ) -> None:
-    """Let the method do what ends an epoch, evaluate the model, and write down what it is now."""
+    """End the epoch of the method, evaluate the model, and append the record of the epoch."""
     model, amp = done.model, done.options.amp
     require_finite_parameters(model)
     done.method.end_epoch(last=last)
@@ -300,7 +322,7 @@ def _batches(train_data: Iterable[Batch], seed: int, progress: Progress) -> Iter
 
 
 def default_watch(epochs: int) -> Watch:
-    """Return who watches if nobody else does: a line every few seconds, where progress is shown."""
+    """Return callbacks that write a progress line every few seconds, where progress is shown."""
     tell = Telling("fit")
 
     def place(progress: Progress) -> str:

@@ -1,4 +1,4 @@
-"""What training costs beside training the dense model, epoch by epoch."""
+"""The cost of training relative to training the dense model, epoch by epoch."""
 
 from __future__ import annotations
 

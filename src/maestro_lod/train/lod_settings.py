@@ -1,4 +1,4 @@
-"""Low-rank training with ordered ranks, as recipes choose it."""
+"""Settings of low-rank training in recipes: by λ, to a size, or for every size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam behind `fit`, recipes and resume: what a way of training has to do.
+"""The interface between methods of training and `fit`, recipes and resuming.
 
 A method is two things. Its `Settings` are what a user chooses: a frozen dataclass whose fields are
 keys of a recipe; it prepares the model and, once there is an optimizer, makes the `Method`, which
@@ -113,7 +113,10 @@ class Settings(ABC):
         return self.prepare(builder())
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Return the model to train, before there is an optimizer; it may be another one."""
+        """Prepare the model for this method; it may return a new module.
+
+        Called before the optimizer is created.
+        """
         return model
 
     def require_optimizer(self, kind: type[Optimizer]) -> None:

@@ -168,9 +168,19 @@ def _gradient_scales(tail_squares: Tensor) -> Tensor:
 
 
 def group_lasso(model: nn.Module) -> Tensor:
-    """Return the hierarchical group lasso of all low-rank layers, a differentiable scalar.
+    """Return the hierarchical group lasso of all low-rank layers.
 
-    Multiply by λ and add to the loss. Zero tails give zero gradients, not NaN.
+    >>> loss = F.cross_entropy(model(x), y) + 1e-4 * group_lasso(model)
+
+    Args:
+        model: A model with low-rank layers.
+
+    Returns:
+        A differentiable scalar, to be multiplied by λ and added to the loss. Zero tails give zero
+        gradients, not NaN.
+
+    Raises:
+        LayerError: The model has no low-rank layers.
     """
     return weighted_group_lasso(require_low_rank(model).values(), 1.0)
 
@@ -208,9 +218,19 @@ def add_group_lasso_gradients(
 
 @torch.no_grad()
 def importance(model: nn.Module) -> dict[str, Tensor]:
-    """Return ‖U_b:‖·‖V_b:‖ for b = 1 … rank of each layer: what `shrink` compares.
+    """Return the importance of every rank, ‖U_b:‖·‖V_b:‖ for b = 1 … rank, which `shrink` compares.
 
-    In float32 or better; in float64 where squares or products would be too large for float32.
+    >>> importance(model)["fc1"][-1] <= importance(model)["fc1"][0]
+
+    Args:
+        model: A model with low-rank layers.
+
+    Returns:
+        A tensor of its ranks for each layer, in float32 or better; in float64 where squares or
+        products would be too large for float32.
+
+    Raises:
+        LayerError: The model has no low-rank layers.
     """
     layers = require_low_rank(model)
     factors = _factors(layers.values())
@@ -231,8 +251,19 @@ def _importance(layers: Mapping[str, LowRank], factors: Sequence[Tensor]) -> dic
 def prox_group_lasso_(model: nn.Module, step: float) -> None:
     """Apply the exact proximal map of step · `group_lasso` to all trainable factors, in place.
 
-    Call it after `optimizer.step()` with step = learning rate · λ, instead of adding the penalty to
-    the loss: useless ranks become exactly zero, whatever the optimizer.
+    >>> optimizer.step()
+    >>> prox_group_lasso_(model, step=learning_rate * 1e-4)
+
+    Instead of adding the penalty to the loss: useless ranks become exactly zero, whatever the
+    optimizer.
+
+    Args:
+        model: A model with low-rank layers.
+        step: Learning rate times λ.
+
+    Raises:
+        LayerError: The model has no low-rank layers.
+        OptionError: The step is negative or not finite.
     """
     step = require_nonnegative("step", step)
     prox_layers_({layer: (step, step) for layer in require_low_rank(model).values()})

@@ -25,14 +25,26 @@ STRATEGIES = {
 
 
 class RankSampler:
-    """Draws the active ranks of one training step; reads the live ranks of its layers.
+    """Draws the active ranks of one training step, given the current ranks of the layers.
 
-    `sample()` returns name -> active rank for the layers that are truncated, in most strategies
-    one. Layers of rank 0 and frozen layers, which sampling cannot order, are passed over. Nothing
-    needs to be rebuilt after a shrink: pairs that no longer exist are skipped.
+    >>> sampler = RankSampler(model, seed=0)
+    >>> with at_ranks(model, sampler.sample()):
+    ...     F.cross_entropy(model(x), y).backward()
 
-    Randomness comes from a generator of its own; `state_dict` and `load_state_dict` restore it
-    exactly.
+    Layers of rank 0 and frozen layers, which sampling cannot order, are left out. Nothing has to be
+    rebuilt after a shrink: pairs that no longer exist are skipped. Randomness comes from a
+    generator of its own; `state_dict` and `load_state_dict` restore it exactly.
+
+    Args:
+        model: A model with low-rank layers.
+        strategy: "pairs" draws every (layer, rank) pair once in random order, then again, as the
+            paper does; "several" draws one to as many pairs as there are layers, so that layers
+            are cut together.
+        seed: Seed of the generator.
+
+    Raises:
+        LayerError: The model has no low-rank layers.
+        OptionError: The strategy is not known, or the seed is invalid.
     """
 
     def __init__(self, model: nn.Module, *, strategy: str = "pairs", seed: int = 0) -> None:
@@ -59,7 +71,7 @@ class RankSampler:
         return rank <= alone.get(name, 0)
 
     def chances(self) -> dict[str, list[float]]:
-        """Return how likely a draw leaves each layer at rank 1, 2, … of those that it has."""
+        """Return the probability that a draw leaves each layer at rank 1, 2, …."""
         ranks = self.live_ranks()
         pairs, layers = sum(ranks.values()), len(ranks)
 
@@ -79,7 +91,7 @@ class RankSampler:
         }
 
     def sample(self) -> dict[str, int]:
-        """Draw the active ranks of the next step."""
+        """Draw the active ranks of the next step; layers that are not in it keep all ranks."""
         if self.strategy == "pairs":
             return self._next_pair()
         ranks = self._require_ranks()

@@ -1,4 +1,4 @@
-"""Remove the ranks that training has made useless: really smaller weights and optimizer state."""
+"""Remove useless ranks from weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -42,13 +42,26 @@ def shrink(
     min_rank: int = 0,
     ema: AveragedModel | None = None,
 ) -> dict[str, int]:
-    """Cut every layer's ranks from the first one with importance ≤ threshold on, in place.
+    """Remove every layer's ranks from the first one with importance ≤ threshold on, in place.
 
-    Parameters, their gradients and the optimizer's state become physically smaller; what survives
-    is kept bit for bit. No layer falls below `min_rank`. An `AveragedModel` given as `ema` is cut
-    to the same ranks. Where several processes train the model, each calls this, the first decides,
-    and the wrapper goes on. Returns how many ranks each layer lost (layers that lost none are left
-    out).
+    >>> lost = shrink(model, optimizer, threshold=1e-6)
+
+    Parameters, their gradients and the optimizer's state become smaller; what remains is kept bit
+    for bit. Where several processes train the model, each calls this, and the first one decides.
+
+    Args:
+        model: A model with low-rank layers, also in a live DDP or FSDP2 wrapper.
+        optimizer: The optimizer that trains it, if there is one.
+        threshold: The importance at or below which ranks are removed.
+        min_rank: The rank that no layer falls below.
+        ema: An averaged copy of the model that is cut to the same ranks.
+
+    Returns:
+        How many ranks each layer lost; layers that lost none are left out.
+
+    Raises:
+        LayerError: The model has no low-rank layers, or `ema` is of another model.
+        TrainingError: Weights are not finite, or the optimizer cannot follow.
     """
     if optimizer is not None:
         optimizer = unwrapped_optimizer(optimizer)
@@ -81,9 +94,9 @@ def cut(
     ema: AveragedModel | None = None,
     wrappers: Sequence[DistributedDataParallel] = (),
 ) -> dict[str, int]:
-    """Cut layers to these ranks, in place, with all that goes along; return the losses.
+    """Cut layers to these ranks, in place, and return how many ranks each layer lost.
 
-    That is the optimizer's state, the averaged copy, and wrappers that hold the model.
+    The optimizer's state, the averaged copy and wrappers that hold the model are cut too.
     """
     layers = require_low_rank(model)
     if optimizer is not None:
@@ -117,7 +130,7 @@ def _forget_compiled_code() -> None:
     """Drop graphs of the old shapes, which would count towards the limit of recompilations.
 
     Past it nothing is compiled any more, and fullgraph=True is an error. Whatever else was compiled
-    in this process is compiled anew too, once per shrink.
+    in this process is compiled again too, once per shrink.
     """
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
@@ -135,9 +148,9 @@ def unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot follow a shrink, or does not hold the trainable factors."""
+    """Raise TrainingError if an optimizer cannot follow a shrink, or lacks trainable factors."""
     if not hasattr(optimizer, "param_groups"):
-        raise TrainingError(f"{optimizer!r} is no optimizer. Give SGD(model.parameters(), …).")
+        raise TrainingError(f"{optimizer!r} is not an optimizer. Give SGD(model.parameters(), …).")
     if isinstance(optimizer, LBFGS):
         raise TrainingError(
             "LBFGS keeps its state as one flat vector, which cannot follow a shrink. "
@@ -177,7 +190,7 @@ def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
 
 
 def require_averaged(ema: AveragedModel) -> AveragedModel:
-    """Return an averaged copy of a model, or refuse what is none."""
+    """Return an averaged copy of a model; raise LayerError if it is something else."""
     if not isinstance(ema, AveragedModel):
         raise LayerError(f"ema is a {type(ema).__name__}. Give an AveragedModel(model).")
     return ema
@@ -248,7 +261,7 @@ def _sliced_state(
         else:
             logger.warning(
                 "optimizer state %r of shape %s cannot be matched to a parameter of shape %s; "
-                "the optimizer starts that parameter's state anew",
+                "the optimizer forgets that parameter's state",
                 key, tuple(value.shape), tuple(old.shape),
             )  # fmt: skip
             return {}

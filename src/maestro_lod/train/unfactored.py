@@ -44,7 +44,7 @@ class Unfactored:
     def begin(self) -> None:
         """Turn layers that have all ranks, and train all of them, to weights; outputs are the same.
 
-        What the optimizer remembers of a factor is forgotten: it is of something else.
+        What the optimizer remembers of a factor is forgotten: it belongs to something else.
         """
         for name, layer in self._layers.items():
             trained = all(factor.requires_grad for factor in layer.stored_factors())
@@ -55,20 +55,20 @@ class Unfactored:
                     self._optimizer.state.pop(factor, None)
 
     def hold(self, names: Collection[str]) -> None:
-        """Go on with layers whose loaded factors are an identity and a weight."""
+        """Restore which layers are unfactored, after loading a checkpoint."""
         for name, layer in self._layers.items():
-            layer.identity = _still_factor(layer) if name in names else None
+            layer.identity = _identity_side(layer) if name in names else None
 
     @torch.no_grad()
     def _keep_identities(self) -> None:
         """Undo what decay has done to identities, where processes made them have gradients."""
         for name in self.names:
-            still = _identity_of(layer := self._layers[name])
-            if still.grad is not None:
-                fill(still, _identity_like(still, layer))
+            identity = _identity_of(layer := self._layers[name])
+            if identity.grad is not None:
+                fill(identity, _identity_like(identity, layer))
 
 
-def _still_factor(layer: LowRank) -> Any:
+def _identity_side(layer: LowRank) -> Any:
     """Return which factor can be the identity: the square one."""
     m, n = layer.matrix_shape
     return "u" if m <= n else "v"
@@ -78,11 +78,11 @@ def _turn_to_weight(layer: LowRank) -> None:
     stored = layer.stored_factors()
     left, right = layer._matrices(*map(gathered, stored))
     weight, eye = left @ right, _eye(layer, left)
-    still = _still_factor(layer)
-    new = (eye, weight) if still == "u" else (weight, eye)
+    identity = _identity_side(layer)
+    new = (eye, weight) if identity == "u" else (weight, eye)
     for factor, value in zip(stored, layer.factors_of(*new), strict=True):
         fill(factor, value)
-    layer.identity = still
+    layer.identity = identity
 
 
 def _eye(layer: LowRank, like: Tensor) -> Tensor:
@@ -96,10 +96,10 @@ def _identity_of(layer: LowRank) -> nn.Parameter:
     return u if layer.identity == "u" else v
 
 
-def _identity_like(still: Tensor, layer: LowRank) -> Tensor:
+def _identity_like(identity: Tensor, layer: LowRank) -> Tensor:
     """Return the identity in the layout of the factor that it is."""
-    eye, (m, n) = _eye(layer, still), layer.matrix_shape
-    nothing = still.new_zeros(())
+    eye, (m, n) = _eye(layer, identity), layer.matrix_shape
+    nothing = identity.new_zeros(())
     if layer.identity == "u":
         return layer.factors_of(eye, nothing.expand(layer.groups, layer.rank, n))[0]
     return layer.factors_of(nothing.expand(layer.groups, m, layer.rank), eye)[1]
