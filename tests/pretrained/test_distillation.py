@@ -29,7 +29,8 @@ def teacher_and_data() -> tuple[nn.Module, list[Tensor], Tensor]:
 
 
 def cut(teacher: nn.Module, data: list[Tensor], ranks: int = 6) -> nn.Module:
-    return lod.decompose(copy.deepcopy(teacher), ranks=ranks, calibration=data)
+    found = lod.calibrate(teacher, data)
+    return lod.decompose(copy.deepcopy(teacher), ranks=ranks, calibration=found)
 
 
 def error(model: nn.Module, teacher: nn.Module, x: Tensor, rank: int) -> float:
@@ -232,6 +233,7 @@ def test_packed_sequences_are_distilled() -> None:
     torch.manual_seed(0)
     teacher = Recurrent()
     data = [pack_sequence([torch.randn(n, 5) for n in (7, 4, 2)]) for _ in range(8)]
-    model = lod.decompose(copy.deepcopy(teacher), ranks=0.5, calibration=data)
+    found = lod.calibrate(teacher, data)
+    model = lod.decompose(copy.deepcopy(teacher), ranks=0.5, calibration=found)
     losses = distill(model, teacher, data, steps=160, lr=2e-2, sizes="only")
     assert sum(losses[-8:]) < 0.5 * sum(losses[:8])
