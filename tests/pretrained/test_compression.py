@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from maestro_lod.errors import DataError, LayerError, OptionError
 from maestro_lod.model.cost import count_params
 from maestro_lod.model.survey import Plan
 from maestro_lod.pretrained.compression import compress
+from maestro_lod.pretrained.distillation import heal
 from maestro_lod.sizes.outputs import own_scores, scores_loss, values_loss
 from tests.support.kinds import Tied
 
@@ -91,15 +93,31 @@ def test_each_part_brings_the_model_closer_to_the_original():
     found = {}
     for name, options in {
         "fast": {"sequential": False},
+        "healed": {"sequential": False, "healing": 200},
         "corrected": {},
-        "healed": {"healing": 100},
+        "both": {"healing": 100},
     }.items():
         model = copy.deepcopy(teacher)
         compress(model, data, max_params=0.4, **options)
         found[name] = distance(model, teacher, fresh)
     plain = lod.extract(lod.decompose(copy.deepcopy(teacher)), 0.25)
     assert count_params(plain) >= 0.4 * count_params(teacher)
-    assert found["healed"] < found["corrected"] < found["fast"] < distance(plain, teacher, fresh)
+    assert found["corrected"] < found["fast"] < distance(plain, teacher, fresh)
+    assert found["healed"] < found["fast"]
+    assert found["both"] <= found["corrected"]
+
+
+def test_healing_that_makes_it_worse_is_undone_and_says_so(monkeypatch):
+    teacher, data = trained()
+    model = copy.deepcopy(teacher)
+    plain = copy.deepcopy(teacher)
+    compress(plain, data, max_params=0.4)
+    with monkeypatch.context() as patched:
+        patched.setattr("maestro_lod.pretrained.compression.heal", partial(heal, lr=1.0))
+        done = compress(model, data, max_params=0.4, healing=20)
+    assert done.healed is not None and not done.healed.better
+    assert "the weights from before are kept" in str(done)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
 def test_progress_tells_each_part_to_its_end():
@@ -195,8 +213,20 @@ def test_a_killed_compression_ends_as_if_it_had_not_been(killed_in, tmp_path):
     parts = ["calibrating", "decomposing", "correcting", "healing", "healed"]
     again = {"calibrating", "correcting", "healing"} & set(parts[parts.index(killed_in) :])
     assert told == {"decomposing", *again}  # layers are exchanged anew, by factors that were kept
-    with pytest.raises(OptionError, match="unfinished work of another call"):
+    with pytest.raises(OptionError, match=r"another call: .*max_params is 0\.4, not 0\.5"):
         compress(copy.deepcopy(original), data, max_params=0.4, keep=kept)
+
+
+@pytest.mark.parametrize("what", ["model", "batches"])
+def test_unfinished_work_on_another_model_or_other_data_is_not_continued(what, tmp_path):
+    model, data = trained()
+    compress(copy.deepcopy(model), data, max_params=0.5, keep=tmp_path)
+    if what == "model":
+        model[0].weight.data[0, 0] += 1e-3
+    else:
+        data[-1][0, 0] += 1e-3
+    with pytest.raises(OptionError, match=f"another call: {what} is "):
+        compress(model, data, max_params=0.5, keep=tmp_path)
 
 
 @pytest.mark.parametrize("stage", ["calibrating", "decomposing", "correcting", "healing"])

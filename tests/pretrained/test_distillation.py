@@ -12,13 +12,15 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import maestro_lod as lod
 from maestro_lod.errors import CheckpointError, DataError, LayerError, MaestroError, OptionError
-from maestro_lod.pretrained.distillation import heal
+from maestro_lod.pretrained.distillation import heal, hold_out
+from maestro_lod.sizes.calibration import calibrate
 from maestro_lod.sizes.outputs import (
     own_outputs,
     scores_loss,
     soft_loss_for,
     values_loss,
 )  # fmt: skip
+from maestro_lod.train.evaluate import recalibrate
 
 
 def teacher_and_data() -> tuple[nn.Module, list[Tensor], Tensor]:
@@ -29,7 +31,7 @@ def teacher_and_data() -> tuple[nn.Module, list[Tensor], Tensor]:
 
 
 def cut(teacher: nn.Module, data: list[Tensor], ranks: int = 6) -> nn.Module:
-    return lod.decompose(copy.deepcopy(teacher), ranks=ranks, calibration=data)
+    return lod.decompose(copy.deepcopy(teacher), ranks=ranks, calibration=calibrate(teacher, data))
 
 
 def error(model: nn.Module, teacher: nn.Module, x: Tensor, rank: int) -> float:
@@ -42,9 +44,9 @@ def test_a_healed_model_is_closer_to_its_teacher(sizes, snapshot):
     teacher, data, fresh = teacher_and_data()
     model, before = cut(teacher, data), snapshot(teacher)
     first = error(model, teacher, fresh, 6)
-    losses = heal(model, data, teacher=teacher, steps=150, lr=5e-3, sizes=sizes)
+    healed = heal(model, data, teacher=teacher, steps=150, lr=5e-3, sizes=sizes)
     assert error(model, teacher, fresh, 6) < 0.8 * first
-    assert len(losses) == 150
+    assert len(healed.losses) == 150 and healed.better
     assert lod.ranks(model) == {"0": 6, "3": 6}
     before.assert_unchanged(teacher)
 
@@ -53,9 +55,9 @@ def test_sizes_below_stay_good_only_if_they_are_healed_along():
     teacher, data, fresh = teacher_and_data()
     small = {}
     for sizes in ("only", "below"):
-        model = cut(teacher, data, 10)
+        model = cut(teacher, data, 6)
         before = error(model, teacher, fresh, 3)
-        heal(model, data, teacher=teacher, steps=200, lr=1e-2, sizes=sizes)
+        assert heal(model, data, teacher=teacher, steps=200, lr=5e-3, sizes=sizes).better
         small[sizes] = error(model, teacher, fresh, 3) / before
     assert small["below"] < small["only"]
     assert small["below"] < 1.05
@@ -109,8 +111,50 @@ def test_a_killed_healing_ends_as_if_it_had_not_been(sizes, tmp_path):
     assert steps == list(range(51, 61))
     assert losses == expected
     torch.testing.assert_close(model(fresh), whole(fresh), rtol=0, atol=0)
-    with pytest.raises(CheckpointError, match="another healing"):
-        heal(cut(teacher, data, 7), data, teacher=teacher, steps=60, sizes=sizes, checkpoint=kept)
+    again = {"steps": 60, "sizes": sizes, "checkpoint": kept}
+    other_teacher, other_data = copy.deepcopy(teacher), [data[0] + 1, *data[1:]]
+    other_teacher[0].weight.data[0, 0] += 1e-3
+    for model, taught_by, batches, change in (
+        (cut(teacher, data, 7), teacher, data, {}),
+        (cut(teacher, data), other_teacher, data, {}),
+        (cut(teacher, data), teacher, other_data, {}),
+        (cut(teacher, data), teacher, data, {"lr": 1e-3}),
+        (cut(teacher, data), teacher, data, {"steps": 61}),
+    ):
+        with pytest.raises(CheckpointError, match="another healing"):
+            heal(model, batches, teacher=taught_by, **again | change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", ["only", "below", [{"0": 6}, {"0": 3, "3": 3}]])
+def test_healing_that_makes_it_worse_leaves_the_model_as_it_was(sizes, dtype, snapshot):
+    teacher, data, _ = teacher_and_data()
+    teacher, data = teacher.to(dtype), [x.to(dtype) for x in data]
+    teacher.insert(1, nn.BatchNorm1d(40).to(dtype).eval())
+    if not isinstance(sizes, str):  # the third layer is now the fourth
+        sizes = [{"0": 6}, {"0": 3, "4": 3}]
+    model = cut(teacher, data)
+    before = snapshot(model)
+    healed = heal(model, data, teacher=teacher, steps=10, lr=3.0, sizes=sizes)
+    assert not healed.better and healed.after > healed.before
+    assert "the weights from before are kept" in str(healed)
+    before.assert_unchanged(model)
+
+
+def test_both_distances_are_of_the_same_batches_and_size():
+    teacher, data, _ = teacher_and_data()
+    held_out = [torch.cat(data[:2])]
+    model = cut(teacher, data)
+    first = error(model, teacher, held_out[0], 6)
+    healed = heal(model, data[2:], teacher=teacher, steps=100, lr=5e-3, held_out=held_out)
+    assert (healed.before, healed.after) == (first, error(model, teacher, held_out[0], 6))
+    assert healed.better
+
+
+def test_batches_that_are_measured_on_are_not_trained_on():
+    seen = hold_out([*range(20)])
+    assert seen == ([0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15, 16, 17, 18], [19, 11, 3])
+    assert hold_out([1]) == ([1], [1])
 
 
 def test_hidden_states_are_compared_if_asked_to():
@@ -130,9 +174,9 @@ def test_norms_have_the_statistics_of_the_healed_model():
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     data = [torch.randn(32, 20) + 1 for _ in range(4)]
-    teacher(torch.cat(data))
+    recalibrate(teacher, [(x, None) for x in data])
     model = cut(teacher.eval(), data, 4)
-    heal(model, data, teacher=teacher, steps=20, sizes="only")
+    heal(model, data, teacher=teacher, steps=100, lr=5e-3, sizes="only", held_out=data)
     assert not any(module.training for module in model.modules())
     seen = torch.stack([model[0](x).mean(0) for x in data]).mean(0)
     torch.testing.assert_close(model[1].running_mean, seen)
@@ -189,6 +233,6 @@ def test_packed_sequences_heal() -> None:
     torch.manual_seed(0)
     teacher = Recurrent()
     data = [pack_sequence([torch.randn(n, 5) for n in (7, 4, 2)]) for _ in range(8)]
-    model = lod.decompose(copy.deepcopy(teacher), ranks=0.5, calibration=data)
-    losses = heal(model, data, teacher=teacher, steps=160, lr=2e-2, sizes="only")
+    model = lod.decompose(copy.deepcopy(teacher), ranks=0.5, calibration=calibrate(teacher, data))
+    losses = heal(model, data, teacher=teacher, steps=160, lr=2e-2, sizes="only").losses
     assert sum(losses[-8:]) < 0.5 * sum(losses[:8])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from maestro_lod.errors import DataError, LayerError, OptionError, require_whole
-from maestro_lod.files.stage_cache import Kept
+from maestro_lod.files.stage_cache import Kept, digest_of
 from maestro_lod.files.tensor_file import distinct
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
@@ -26,7 +26,7 @@ from maestro_lod.model.structure import Fill, restructure, structure_of, uniniti
 from maestro_lod.model.surgery import fuse, require_usable_weights
 from maestro_lod.model.survey import Plan, Tied
 from maestro_lod.pretrained.correction import correct
-from maestro_lod.pretrained.distillation import heal
+from maestro_lod.pretrained.distillation import Healed, heal
 from maestro_lod.sizes.calibrated_allocation import energies_of, ranks_within
 from maestro_lod.sizes.calibration import Batches, Calibration, calibrate
 from maestro_lod.sizes.outputs import SoftLoss, own_outputs
@@ -50,12 +50,15 @@ class Compressed:
     bytes: int
     """Of the tensors in a file of the model."""
     dense_bytes: int
+    healed: Healed | None = None
+    """What healing did, if there was any."""
 
     def __str__(self) -> str:
-        return (
+        size = (
             f"{_share('parameters', self.params, self.dense_params)}, "
             f"{_share('bytes', self.bytes, self.dense_bytes)}"
         )
+        return size if self.healed is None else f"{size}\n{self.healed}"
 
 
 def _share(what: str, count: int, of: int) -> str:
@@ -90,9 +93,12 @@ def compress(
     model, data = unwrapped(model), list(batches)
     if not data:
         raise DataError("there is nothing to compress by: the data has no batch.")
-    said = {"max_params": max_params, "tied": tied, "sequential": sequential,
+    said: dict[str, Any] = {"max_params": max_params, "tied": tied, "sequential": sequential,
             "healing": require_whole("healing", healing)}  # fmt: skip
-    kept = Kept(keep, {**said, "batches": len(data)})
+    if keep is not None:
+        said |= {"model": digest_of(model.state_dict()), "batches": digest_of(data),
+                 "loss": getattr(loss, "__qualname__", str(type(loss)))}  # fmt: skip
+    kept = Kept(keep, said)
     plan = Plan(model, only=None, skip=None, ranks=None, tied=tied)
     require_usable_weights(plan)
     _require_inside(model, plan)
@@ -110,13 +116,14 @@ def compress(
         fuse(compressed)
     else:
         recalibrate(compressed, [(split_batch(batch)[0], None) for batch in data])
+    healed = None
     if healing:
-        heal(compressed, data, teacher=model, steps=healing, soft_loss=soft_loss,
-             checkpoint=kept.file("healing"),
-             progress=lambda step, _: progress("healing", step, healing))  # fmt: skip
+        healed = heal(compressed, data, teacher=model, steps=healing, soft_loss=soft_loss,
+                      checkpoint=kept.file("healing"),
+                      progress=lambda step, _: progress("healing", step, healing))  # fmt: skip
     _take_over(model, compressed)
     (params, size), (dense_params, dense_size) = _size(model), before
-    return Compressed(ranks_of(model), params, dense_params, size, dense_size)
+    return Compressed(ranks_of(model), params, dense_params, size, dense_size, healed)
 
 
 def _size(model: nn.Module) -> tuple[int, int]:
