@@ -100,7 +100,9 @@ def billion(done: int) -> dict[str, Any]:
 
     def work() -> None:
         for number in reversed(range(blocks - done, blocks)):
-            lod.decompose(model, only=f"model.layers.{number}", ranks=0.25, calibration=batches)
+            block = f"model.layers.{number}"
+            seen = lod.calibrate(model, batches, only=block)
+            lod.decompose(model, only=block, ranks=0.25, calibration=seen)
             print(f"block {number}, peak {resident('VmHWM'):.0f} MB", flush=True)
 
     found = measured(work, before)

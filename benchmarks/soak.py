@@ -1,6 +1,7 @@
 """Kill the program at random moments, go on, and compare with what nobody disturbed.
 
 python benchmarks/soak.py 1000      (goes on where an earlier call on the same commit stopped)
+python benchmarks/soak.py 500 --only compress distill deploy tune compare    (its own record)
 
 A life is one piece of work, begun anew: it is killed with SIGKILL up to twelve times, each at a
 random moment, started again each time as the documentation says, and ends undisturbed. Then its
@@ -16,6 +17,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +56,19 @@ LIMITS = [
     *("--largest", "4", "--smallest", "0.9"),
 ]
 DEPLOY = ["--max-params", "0.5", "--to", "safetensors", "--out", "out"]
+TEXTS = ["--data", "texts.txt", "--batches", "3"]
+COMPRESS = [
+    *TEXTS,
+    "--max-params",
+    "0.9",
+    "--share-tied",
+    "--distill-steps",
+    "60",
+    "--out",
+    "small",
+]
+DISTILL = ["--teacher", "model", *TEXTS, "--steps", "60", "--out", "distilled"]
+COMPARE = [*("--methods", "svd,narrow", "--sizes", "0.5", "--lr-trials", "1"), "--out", "compared"]
 
 Work = Callable[[], object]
 
@@ -132,6 +147,41 @@ def tuned() -> Any:
     return [(trial.penalty, trial.status, trial.reached) for trial in trials]
 
 
+def pretrained() -> None:
+    """Write what is compressed: a directory of a language model, and texts for it."""
+    sys.path.append(str(Path(__file__).parent.parent))
+    from tests.support.directories import LINES, write_llama
+
+    write_llama(Path("model"))
+    Path("texts.txt").write_text("\n".join(LINES * 400))
+
+
+def written(directory: str) -> Callable[[], Any]:
+    """Return what gives all files of a directory, once nothing unfinished is beside it."""
+
+    def files() -> Any:
+        assert not Path(f"{directory}.unfinished").exists()
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+    return files
+
+
+def is_written(directory: str) -> Callable[[], bool]:
+    def over() -> bool:
+        return Path(directory).exists() and not Path(f"{directory}.unfinished").exists()
+
+    return over
+
+
+def compared() -> Any:
+    """Return what a comparison has found; times are left out."""
+    found = read("compared/compare.json")
+    found["fronts"].pop("latency")
+    rows = [{k: v for k, v in row.items() if k != "latency"} for row in found.pop("rows")]
+    runs = sorted(Path("compared/runs").glob("*/model.safetensors"))
+    return found, [untimed(row) for row in rows], {str(run): run.read_bytes() for run in runs}
+
+
 def model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return lod.decompose(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64)))
@@ -171,11 +221,28 @@ KINDS = {
         lambda: ("tune", program("tune", "digits", *CHANGES, *LIMITS, "--out", "search", "-q")),
         tuned,
     ),
+    "pretrained": Kind(lambda: ("pretrained", pretrained), written("model")),
+    "compress": Kind(
+        lambda: ("compress", program("compress", "model", *COMPRESS, "-q")),
+        written("small"), needs="pretrained", over=is_written("small"),
+    ),
+    "distill": Kind(
+        lambda: ("distill", program("distill", "small", *DISTILL, "-q")),
+        written("distilled"), needs="compress", over=is_written("distilled"),
+    ),
+    "compare": Kind(
+        lambda: ("compare", program("compare", "digits", *CHANGES, *COMPARE, "-q")), compared
+    ),
     "save": Kind(lambda: ("save", partial(written_again_and_again, save)), one_of_two),
     "export": Kind(lambda: ("export", partial(written_again_and_again, export)), one_of_two),
 }  # fmt: skip
-WEIGHTS = {"train": 6, "frontier": 2, "deploy": 2, "tune": 2, "save": 2, "export": 2}
+WEIGHTS = {
+    "train": 6, "frontier": 2, "deploy": 2, "tune": 2, "save": 2, "export": 2,
+    "compress": 2, "distill": 2, "compare": 2,
+}  # fmt: skip
 """How often each is drawn."""
+PLACES = {"deploy": "out", "compress": "small", "distill": "distilled"}
+"""The directory that a command puts in place, whose lock stays, held by nobody."""
 
 
 # -- one life --------------------------------------------------------------------------------------
@@ -208,6 +275,7 @@ class Soak:
     """All lives so far, and the undisturbed ends that they are compared with."""
 
     seed: int
+    only: list[str] = field(default_factory=lambda: [*WEIGHTS])
     kills: dict[str, int] = field(default_factory=dict)
     lives: dict[str, int] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
@@ -215,7 +283,11 @@ class Soak:
     def prepare(self) -> None:
         """Do each work once undisturbed, and remember how long it took and what it gave."""
         self.whole, self.seconds, self.results, self.codes = Path.cwd(), {}, {}, {}
+        needed = {KINDS[name].needs for name in self.only} | {*self.only}
+        needed |= {KINDS[name].needs for name in needed if name}
         for name, kind in KINDS.items():
+            if name not in needed:
+                continue
             with self._folder(f"first-{name}", kind), suppress(SystemExit):
                 kind.start()[1]()  # in this process, so that no fork has to import anything
             with self._folder(name, kind):
@@ -242,7 +314,7 @@ class Soak:
     def live(self, number: int) -> None:
         """Let one work be killed several times, and note whether it ended as it should."""
         draw = random.Random(f"{self.seed} {number}")
-        name = draw.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
+        name = draw.choices(self.only, [WEIGHTS[kind] for kind in self.only])[0]
         with self._folder(f"life-{number}", KINDS[name]) as place:
             log: list[str] = []
             try:
@@ -279,8 +351,8 @@ class Soak:
             with alone_in(run):
                 remove_leftovers(run)
         left = {path.name for path in Path().rglob(".*")}
-        if name == "deploy" and KINDS[name].over():
-            left -= {".out.lock"}  # held by nobody; whoever wants the place takes it
+        if name in PLACES and KINDS[name].over():
+            left -= {f".{PLACES[name]}.lock"}  # held by nobody; whoever wants the place takes it
         assert not left, f"left behind: {left}"
 
 
@@ -288,11 +360,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kills", type=int, help="how many, those of earlier calls included")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--only", nargs="*", choices=WEIGHTS, help="kinds, in a record of their own"
+    )
     parser.add_argument("--sample", action="store_true", help="print the counts, keep nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    soak = Soak(options.seed)
-    before = RESULTS / "soak.json"
+    soak = Soak(options.seed, options.only or [*WEIGHTS])
+    record = "soak_commands" if options.only else "soak"
+    before = RESULTS / f"{record}.json"
     if not options.sample and before.exists() and (old := read(str(before)))["commit"] == commit():
         soak = Soak(**old["answer"])
     with tempfile.TemporaryDirectory() as folder:
@@ -303,7 +379,7 @@ def main() -> None:
             soak.live(sum(soak.lives.values()))
             counts = {key: value for key, value in vars(soak).items() if key in Soak.__match_args__}
             if not options.sample:
-                keep("soak", counts)
+                keep(record, counts)
         os.chdir("/")
     print(json.dumps(counts))
 

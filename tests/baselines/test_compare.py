@@ -328,6 +328,17 @@ def test_the_same_call_reuses_everything_and_another_size_trains_only_that(
     assert kept == [{**row, "runs": None} for row in facts(first)["rows"]]
 
 
+def test_what_a_kill_left_in_a_finished_training_is_removed(recipe: str, tmp_path: Path) -> None:
+    few = {**KILLED, "seeds": 1, "lr_trials": 1, "out": tmp_path / "out"}
+    compare(recipe, ["dense"], **few)
+    (run,) = (tmp_path / "out" / "runs").iterdir()
+    before = sorted(run.iterdir())
+    (run / ".lock").write_text("process 1 on elsewhere")
+    (run / ".writing-compared.json-x").touch()
+    compare(recipe, ["dense"], **few)
+    assert sorted(run.iterdir()) == before
+
+
 def test_what_another_process_is_at_is_left_to_it(recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     busy = plan(recipe, out=out, **KILLED).trials(contender("dense"))[0].run.directory

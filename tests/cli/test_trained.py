@@ -29,7 +29,7 @@ from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import ModelInputs
 from maestro_lod.model.limits import Size
 from maestro_lod.sizes import choice
-from maestro_lod.sizes import measured as timing
+from maestro_lod.sizes import latency as timing
 from maestro_lod.sizes.latency import Latency, LayerLatency, round_ranks
 
 TINY = ["--set", "data.limit=300", "--set", "epochs=3", "--set", "threads=1", "--quiet"]

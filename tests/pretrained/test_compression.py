@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from maestro_lod import compress
 from maestro_lod.errors import DataError, LayerError, OptionError
 from maestro_lod.model.cost import count_params
 from maestro_lod.model.survey import Plan
+from maestro_lod.pretrained.distillation import Distillation
 from maestro_lod.sizes.outputs import own_scores, scores_loss, values_loss
 from tests.support.kinds import Tied
 
@@ -89,15 +91,31 @@ def test_each_part_brings_the_model_closer_to_the_original():
     found = {}
     for name, options in {
         "fast": {"correct": False},
+        "distilled": {"correct": False, "distill_steps": 200},
         "corrected": {},
-        "distilled": {"distill_steps": 100},
+        "both": {"distill_steps": 100},
     }.items():
         model = copy.deepcopy(teacher)
         compress(model, data, max_params=0.4, **options)
         found[name] = distance(model, teacher, fresh)
     plain = lod.extract(lod.decompose(copy.deepcopy(teacher)), 0.25)
     assert count_params(plain) >= 0.4 * count_params(teacher)
-    assert found["distilled"] < found["corrected"] < found["fast"] < distance(plain, teacher, fresh)
+    assert found["corrected"] < found["fast"] < distance(plain, teacher, fresh)
+    assert found["distilled"] < found["fast"]
+    assert found["both"] <= found["corrected"]
+
+
+def test_distillation_that_makes_it_worse_is_undone_and_says_so(monkeypatch):
+    teacher, data = trained()
+    model, plain = copy.deepcopy(teacher), copy.deepcopy(teacher)
+    compress(plain, data, max_params=0.4)
+    with monkeypatch.context() as patched:
+        harmful = partial(Distillation, lr=1.0)
+        patched.setattr("maestro_lod.pretrained.compression.Distillation", harmful)
+        done = compress(model, data, max_params=0.4, distill_steps=20)
+    assert done.distilled is not None and not done.distilled.better
+    assert "the weights from before are kept" in str(done)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
 def test_progress_tells_each_part_to_its_end():
@@ -276,6 +294,6 @@ def test_nonsense_is_refused_before_anything_changes(snapshot):
         compress(model, [], max_params=0.5)
     with pytest.raises(OptionError, match="max_params"):
         compress(model, data, max_params=-1)
-    with pytest.raises(OptionError, match="distilling"):
+    with pytest.raises(OptionError, match="distill_steps=-1"):
         compress(model, data, max_params=0.5, distill_steps=-1)
     before.assert_unchanged(model)

@@ -68,20 +68,20 @@ def test_a_corrected_model_is_closer_to_the_original_on_other_data(pair):
     found = calibrate(teacher, [x])
     model = lod.decompose(copy.deepcopy(teacher), ranks=0.4, calibration=found)
     before, ranks = error(model, teacher, fresh), lod.ranks(model)
-    told: list[tuple[int, int]] = []
+    told: list[tuple[int, int, str]] = []
     count = correct(model, teacher, list(x.split(64)), on_progress=lambda *done: told.append(done))
     assert error(model, teacher, fresh) < 0.95 * before
     assert lod.ranks(model) == ranks
     few = "7" in ranks and ranks["7"] == 4  # 256 positions for 256 inputs: nothing can be fitted
     assert count == len(ranks) - few
-    assert told[-1] == (len(ranks), len(ranks))
+    assert told[-1] == (len(ranks), len(ranks), "correcting")
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
 def test_a_model_that_is_corrected_for_two_sizes_is_closer_at_the_smaller_one(pair):
     """Judged by other data: beside no correction, and beside one for the larger size alone."""
     teacher, x, fresh = pair
-    whole = lod.decompose(copy.deepcopy(teacher), ranks=0.6, calibration=[x])
+    whole = lod.decompose(copy.deepcopy(teacher), ranks=0.6, calibration=calibrate(teacher, [x]))
     smaller = {name: round(0.7 * rank) for name, rank in lod.ranks(whole).items()}
     larger, both = copy.deepcopy(whole), copy.deepcopy(whole)
     data = list(x.split(64))
@@ -117,7 +117,7 @@ def test_the_first_layer_is_the_regression_of_that_rank():
     """One layer alone: the closed form with centered data, the mean being the bias's."""
     torch.manual_seed(0)
     teacher, x = nn.Sequential(nn.Linear(10, 8)), torch.randn(200, 10) @ torch.randn(10, 10) + 2
-    model = lod.decompose(copy.deepcopy(teacher), ranks=3, calibration=[x])
+    model = lod.decompose(copy.deepcopy(teacher), ranks=3, calibration=calibrate(teacher, [x]))
     correct(model, teacher, [x])
     y = (x @ teacher[0].weight.T + teacher[0].bias).detach()
     left, scale, right = torch.linalg.svd(y - y.mean(0), full_matrices=False)

@@ -13,12 +13,14 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import maestro_lod as lod
 from maestro_lod import distill
 from maestro_lod.errors import DataError, LayerError, MaestroError, OptionError
+from maestro_lod.pretrained.distillation import hold_out
 from maestro_lod.sizes.outputs import (
     own_outputs,
     scores_loss,
     soft_loss_for,
     values_loss,
 )  # fmt: skip
+from maestro_lod.train.evaluate import recalibrate
 
 
 def teacher_and_data() -> tuple[nn.Module, list[Tensor], Tensor]:
@@ -29,7 +31,8 @@ def teacher_and_data() -> tuple[nn.Module, list[Tensor], Tensor]:
 
 
 def cut(teacher: nn.Module, data: list[Tensor], ranks: int = 6) -> nn.Module:
-    return lod.decompose(copy.deepcopy(teacher), ranks=ranks, calibration=data)
+    found = lod.calibrate(teacher, data)
+    return lod.decompose(copy.deepcopy(teacher), ranks=ranks, calibration=found)
 
 
 def error(model: nn.Module, teacher: nn.Module, x: Tensor, rank: int) -> float:
@@ -42,9 +45,9 @@ def test_a_distilled_model_is_closer_to_its_teacher(sizes, snapshot):
     teacher, data, fresh = teacher_and_data()
     model, before = cut(teacher, data), snapshot(teacher)
     first = error(model, teacher, fresh, 6)
-    losses = distill(model, teacher, data, steps=150, lr=5e-3, sizes=sizes)
+    done = distill(model, teacher, data, steps=150, lr=5e-3, sizes=sizes)
     assert error(model, teacher, fresh, 6) < 0.8 * first
-    assert len(losses) == 150
+    assert len(done.losses) == 150 and done.better
     assert lod.ranks(model) == {"0": 6, "3": 6}
     before.assert_unchanged(teacher)
 
@@ -53,9 +56,9 @@ def test_sizes_below_stay_good_only_if_they_are_trained_along():
     teacher, data, fresh = teacher_and_data()
     small = {}
     for sizes in ("only", "below"):
-        model = cut(teacher, data, 10)
+        model = cut(teacher, data, 6)
         before = error(model, teacher, fresh, 3)
-        distill(model, teacher, data, steps=200, lr=1e-2, sizes=sizes)
+        assert distill(model, teacher, data, steps=200, lr=5e-3, sizes=sizes).better
         small[sizes] = error(model, teacher, fresh, 3) / before
     assert small["below"] < small["only"]
     assert small["below"] < 1.05
@@ -114,7 +117,8 @@ def test_a_killed_distillation_ends_as_if_it_had_not_been(sizes, tmp_path):
 
 
 OTHERS = {
-    "data": {"data": lambda data: [x + 1 for x in data]},
+    "data": {"data": lambda data: [data[0] + 1, *data[1:]]},
+    "held out": {"data": lambda data: [*data[:-1], data[-1] + 1]},
     "order": {"data": lambda data: data[::-1]},
     "steps": {"steps": 61},
     "lr": {"lr": 1e-3},
@@ -156,6 +160,38 @@ def test_a_refused_call_leaves_no_directory(tmp_path):
     assert not (tmp_path / "unfinished").exists()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", ["only", "below", [{"0": 6}, {"0": 3, "3": 3}]])
+def test_distillation_that_makes_it_worse_leaves_the_model_as_it_was(sizes, dtype, snapshot):
+    teacher, data, _ = teacher_and_data()
+    teacher, data = teacher.to(dtype), [x.to(dtype) for x in data]
+    teacher.insert(1, nn.BatchNorm1d(40).to(dtype).eval())
+    if not isinstance(sizes, str):  # the third layer is now the fourth
+        sizes = [{"0": 6}, {"0": 3, "4": 3}]
+    model = cut(teacher, data)
+    before = snapshot(model)
+    done = distill(model, teacher, data, steps=10, lr=3.0, sizes=sizes)
+    assert not done.better and done.after > done.before
+    assert "the weights from before are kept" in str(done)
+    before.assert_unchanged(model)
+
+
+def test_both_distances_are_of_the_same_batches_and_size():
+    teacher, data, _ = teacher_and_data()
+    held_out = [torch.cat(data[:2])]
+    model = cut(teacher, data)
+    first = error(model, teacher, held_out[0], 6)
+    done = distill(model, teacher, data[2:], steps=100, lr=5e-3, held_out=held_out)
+    assert (done.before, done.after) == (first, error(model, teacher, held_out[0], 6))
+    assert done.better
+
+
+def test_batches_that_are_measured_on_are_not_trained_on():
+    split = hold_out([*range(20)])
+    assert split == ([0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15, 16, 17, 18], [19, 11, 3])
+    assert hold_out([1]) == ([1], [1])
+
+
 def test_hidden_states_are_compared_if_asked_to():
     teacher, data, fresh = teacher_and_data()
     distances = []
@@ -173,9 +209,9 @@ def test_norms_have_the_statistics_of_the_distilled_model():
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     data = [torch.randn(32, 20) + 1 for _ in range(4)]
-    teacher(torch.cat(data))
+    recalibrate(teacher, [(x, None) for x in data])
     model = cut(teacher.eval(), data, 4)
-    distill(model, teacher, data, steps=20, sizes="only")
+    distill(model, teacher, data, steps=100, lr=5e-3, sizes="only", held_out=data)
     assert not any(module.training for module in model.modules())
     seen = torch.stack([model[0](x).mean(0) for x in data]).mean(0)
     torch.testing.assert_close(model[1].running_mean, seen)
@@ -232,6 +268,7 @@ def test_packed_sequences_are_distilled() -> None:
     torch.manual_seed(0)
     teacher = Recurrent()
     data = [pack_sequence([torch.randn(n, 5) for n in (7, 4, 2)]) for _ in range(8)]
-    model = lod.decompose(copy.deepcopy(teacher), ranks=0.5, calibration=data)
-    losses = distill(model, teacher, data, steps=160, lr=2e-2, sizes="only")
+    found = lod.calibrate(teacher, data)
+    model = lod.decompose(copy.deepcopy(teacher), ranks=0.5, calibration=found)
+    losses = distill(model, teacher, data, steps=160, lr=2e-2, sizes="only").losses
     assert sum(losses[-8:]) < 0.5 * sum(losses[:8])

@@ -110,7 +110,12 @@ def test_a_loss_decides_between_allocations():
 
 @pytest.mark.parametrize(
     ("limit", "says"),
-    [(0, "above 0"), (1.5, "share"), (True, "no number"), (3, "cannot be reached: 0 parameters")],
+    [
+        (0, "above 0"),
+        (1.5, "share"),
+        (True, "not a number"),
+        (3, "cannot be reached: 0 parameters"),
+    ],
 )
 def test_limits_that_make_no_sense_are_refused(limit, says):
     model, found = calibrated(Beside(1.0), torch.randn(20, 12))

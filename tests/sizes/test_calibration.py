@@ -38,7 +38,9 @@ def batches(kind: Kind, count: int = 3) -> list[tuple[tuple[Tensor, ...], None]]
 def calibrated(kind: Kind, count: int = 3) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if kind.name in UNKNOWN else "error")
-        return lod.decompose(kind.dense(), tied=kind.tied, calibration=batches(kind, count))
+        model = kind.dense()
+        found = calibrate(model, batches(kind, count), tied=kind.tied)
+        return lod.decompose(model, tied=kind.tied, calibration=found)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")  # by torch: not with oneDNN
@@ -105,7 +107,7 @@ def test_a_linear_map_gets_the_closed_form_of_the_theorem():
     dense = nn.Linear(25, 84, bias=False)
     y = (x @ dense.weight.detach().T).double()
     left, scale, right = torch.linalg.svd(y, full_matrices=False)
-    model = lod.decompose(dense, calibration=[x[:100], x[100:]])
+    model = lod.decompose(dense, calibration=calibrate(dense, [x[:100], x[100:]]))
     for k in (1, 5, 12, 24):
         best = left[:, :k] * scale[:k] @ right[:k]
         with lod.at_ranks(model, k), torch.no_grad():
@@ -254,7 +256,8 @@ def test_a_masked_encoder_is_seen_though_torch_has_a_fast_path_for_it():
 
 def test_one_sample_orders_its_direction_first():
     x = torch.randn(1, 12)
-    model = lod.decompose(dense := nn.Linear(12, 9, bias=False), calibration=[x])
+    dense = nn.Linear(12, 9, bias=False)
+    model = lod.decompose(dense, calibration=calibrate(dense, [x]))
     with lod.at_ranks(model, 1), torch.no_grad():
         torch.testing.assert_close(model(x), dense(x), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(model.weight, dense.weight, **CLOSE)
@@ -301,7 +304,7 @@ def test_values_that_are_not_finite_are_refused_by_batch_and_layer(bad, snapshot
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     before, x = snapshot(model), torch.randn(3, 6)
     with pytest.raises(DataError, match="batch 1 gives NaN or infinite values at layer 0"):
-        lod.decompose(model, calibration=[x, x * bad])
+        calibrate(model, [x, x * bad])
     before.assert_unchanged(model)
     assert not model[0]._forward_hooks
 
@@ -347,7 +350,8 @@ def test_with_gradients_a_tied_pair_counts_by_what_both_uses_do_to_the_loss():
 
 def test_tokens_that_are_frequent_come_first():
     dense = nn.Embedding(30, 8)
-    model = lod.decompose(copy.deepcopy(dense), calibration=[torch.tensor([[3, 3, 3, 3]])])
+    found = calibrate(dense, [torch.tensor([[3, 3, 3, 3]])])
+    model = lod.decompose(copy.deepcopy(dense), calibration=found)
     with lod.at_ranks(model, 1), torch.no_grad():
         torch.testing.assert_close(
             model(torch.tensor(3)), dense(torch.tensor(3)), rtol=1e-2, atol=1e-3
@@ -364,7 +368,7 @@ def test_tokens_that_are_frequent_come_first():
 )
 def test_data_that_cannot_be_used_is_refused(batches, error, says):
     with pytest.raises(error, match=says):
-        lod.decompose(nn.Linear(8, 8), calibration=batches)
+        calibrate(nn.Linear(8, 8), batches)
 
 
 @pytest.mark.parametrize("targets", [True, False])

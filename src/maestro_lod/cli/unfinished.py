@@ -40,7 +40,7 @@ class Unfinished:
         self.parts = Path(f"{self._out}.unfinished")
         """The directory of finished stages, for `resume=`."""
         self.removed = self.parts.with_name(f".removing-{self.parts.name}")
-        """Where the stages are moved before they are removed, so that no half of them is resumed."""
+        """Where the stages are moved before their removal, so that no half of them is resumed."""
 
     def require_new(self) -> None:
         """Refuse a directory with content, unless this very work has put it in place."""

@@ -26,7 +26,7 @@ from maestro_lod.model.structure import Fill, restructure, structure_of, uniniti
 from maestro_lod.model.surgery import fuse, require_usable_weights
 from maestro_lod.model.survey import Plan, Tied
 from maestro_lod.pretrained.correction import correct as correct_layers
-from maestro_lod.pretrained.distillation import Distillation
+from maestro_lod.pretrained.distillation import Distillation, Distilled
 from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.calibrated_allocation import energies_of, ranks_within
 from maestro_lod.sizes.calibration import Batches, Calibration, calibrate_plan
@@ -48,12 +48,15 @@ class Compressed:
     bytes: int
     """Of the tensors in a file of the model."""
     dense_bytes: int
+    distilled: Distilled | None = None
+    """The result of the distillation; None if there was none."""
 
     def __str__(self) -> str:
-        return (
+        sizes = (
             f"{_share('parameters', self.params, self.dense_params)}, "
             f"{_share('bytes', self.bytes, self.dense_bytes)}"
         )
+        return sizes if self.distilled is None else f"{sizes}\n{self.distilled}"
 
 
 def _share(what: str, count: int, of: int) -> str:
@@ -131,12 +134,13 @@ def compress(
         fuse(compressed)
     else:
         recalibrate(compressed, [(split_batch(batch)[0], None) for batch in data])
+    distilled = None
     if distill_steps:
-        options = Distillation(steps=distill_steps, soft_loss=soft_loss)
-        options.run(compressed, model, data, cache, on_progress)
+        distillation = Distillation(steps=distill_steps, soft_loss=soft_loss)
+        distilled = distillation.run(compressed, model, data, cache, on_progress)
     _take_over(model, compressed)
     (params, size), (dense_params, dense_size) = _size(model), before
-    return Compressed(ranks_of(model), params, dense_params, size, dense_size)
+    return Compressed(ranks_of(model), params, dense_params, size, dense_size, distilled)
 
 
 def _size(model: nn.Module) -> tuple[int, int]:

@@ -41,6 +41,37 @@ _WARM_UP = 0.05  # of the steps, in which the learning rate rises
 _LARGEST_GRADIENT = 1.0
 _SAVED_EVERY = 50  # steps
 _STAGE = "distillation"
+HELD_OUT = 8
+"""One batch in this many is held out: it is measured on, and not trained on."""
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The result of a distillation, measured before and after on the same held-out batches."""
+
+    losses: list[float]
+    """The loss of each step, on the batch and at the size that it trained."""
+    before: float
+    """The mean distance to the teacher before the first step."""
+    after: float
+    """The same after the last step."""
+
+    @property
+    def better(self) -> bool:
+        """Whether the distance fell. If it did not, the student has its former weights."""
+        return self.after < self.before
+
+    def __str__(self) -> str:
+        distances = (
+            f"distance to the original on held-out batches: {self.before:.4g} before distillation, "
+            f"{self.after:.4g} after"
+        )
+        if self.better:
+            return distances
+        return (
+            f"{distances}. It did not fall: the weights from before are kept. Try a lower learning "
+            "rate, more steps, or more data."
+        )
 
 
 def distill(
@@ -54,16 +85,19 @@ def distill(
     soft_loss: SoftLoss | None = None,
     hidden: Sequence[str] = (),
     seed: int = 0,
+    held_out: Batches | None = None,
     resume: str | os.PathLike[str] | None = None,
     on_progress: OnProgress = lambda done, total, note: None,
-) -> list[float]:
+) -> Distilled:
     """Train a low-rank model, in place, to reproduce the outputs of its teacher.
 
-    Dropout is off; half precision is trained in float32. BatchNorms keep their statistics while one
-    size is trained, use those of each batch if there are several, and get statistics of the data at
-    the end.
+    The distance to the teacher is measured on held-out batches before and after, at the student's
+    own size or as the mean over listed sizes. If it did not fall, the student gets its former
+    weights back. Dropout is off; half precision is trained in float32. BatchNorms keep their
+    statistics while one size is trained, use those of each batch if there are several, and get
+    statistics of the data at the end.
 
-    >>> losses = lod.distill(model, original, batches, steps=500)
+    >>> print(lod.distill(model, original, batches, steps=500))
 
     Args:
         student: The low-rank model, which is changed.
@@ -80,12 +114,14 @@ def distill(
             `maestro_lod.sizes.outputs.scores_loss` is for class scores that are a plain tensor.
         hidden: Names of modules whose outputs are compared by their distance too.
         seed: The seed of sampled ranks.
+        held_out: Batches to measure on. By default every eighth batch of a list is held out; of
+            other data the first eight batches are measured on, and trained on too.
         resume: A directory that is written every 50 steps: after a kill, the same call resumes
             there. The batches must come in the same order each time.
         on_progress: `on_progress(done, total, note)` gets the number of steps that are done.
 
     Returns:
-        The loss of each step.
+        The loss of each step, and the distances to the teacher before and after.
 
     Raises:
         DataError: There is no batch.
@@ -96,7 +132,7 @@ def distill(
     distillation = Distillation(steps, lr, sizes, soft_loss, tuple(hidden), seed)
     call = {field.name: getattr(distillation, field.name) for field in fields(distillation)}
     cache = StageCache(resume, {**call, "student": student, "teacher": teacher})
-    return distillation.run(student, teacher, data, cache, on_progress)
+    return distillation.run(student, teacher, data, cache, on_progress, held_out=held_out)
 
 
 @dataclass(frozen=True)
@@ -117,19 +153,62 @@ class Distillation:
         data: Batches,
         cache: StageCache,
         on_progress: OnProgress,
-    ) -> list[float]:
-        """Train a student in place; return the loss of each step."""
-        batches = list(data) if isinstance(data, Iterator) else data
+        *,
+        held_out: Batches | None = None,
+    ) -> Distilled:
+        """Train a student in place, unless that makes it worse."""
         loss = DistillationLoss(student, teacher, self.soft_loss, self.hidden)
         training = _Training(student, self, cache)
+        batches, measured = _split(data, held_out)
+        before, former = loss.measure(measured, training.sizes), _Weights(student)
+        training.note(measured)
         inputs = _endless_inputs(batches)
         with loss.attached(several=self.sizes != "only"), _in_single_precision(student):
             training.resume(inputs)
             for batch in itertools.islice(inputs, self.steps - len(training.losses)):
-                training.step(batch, *loss.on(batch))
+                training.step(batch, *loss.on(batch, single=True))
                 on_progress(len(training.losses), self.steps, "distilling")
         recalibrate(student, ((split_batch(batch)[0], None) for batch in batches))
-        return training.losses
+        done = Distilled(training.losses, before, loss.measure(measured, training.sizes))
+        if not done.better:
+            former.restore()
+        return done
+
+
+def hold_out(batches: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Split batches into those to train on and those to measure on; a single one is both."""
+    last = len(batches) - 1
+    rest = [batch for i, batch in enumerate(batches) if (last - i) % HELD_OUT]
+    return rest or batches, batches[::-HELD_OUT]
+
+
+def _split(data: Batches, held_out: Batches | None) -> tuple[Iterable[Any], list[Any]]:
+    """Return the batches to train on, and those to measure on."""
+    batches = list(data) if isinstance(data, Iterator | list | tuple) else data
+    if held_out is not None:
+        measured = list(held_out)
+    elif isinstance(batches, list):
+        batches, measured = hold_out(batches)
+    else:
+        measured = list(itertools.islice(batches, HELD_OUT))
+    if not measured:
+        raise DataError("there is nothing to distill on: the data has no batch.")
+    return batches, measured
+
+
+class _Weights:
+    """A copy of the weights and buffers of a model."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = [*model.parameters(), *model.buffers()]
+        self._values = [tensor.detach().clone() for tensor in self._tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the model the copied values."""
+        for tensor, value in zip(self._tensors, self._values, strict=True):
+            tensor.copy_(value)
 
 
 def _warm_up(steps: int) -> int:
@@ -175,12 +254,29 @@ class DistillationLoss:
         except AttributeError:
             raise LayerError(f"hidden={name!r}: there is no such module in the model.") from None
 
-    def on(self, inputs: Any) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
-        """Return the forward of the student on inputs, and the loss of its output there."""
+    @torch.no_grad()
+    def measure(self, batches: Iterable[Any], sizes: Sequence[Mapping[str, int]]) -> float:
+        """Return the mean loss of the student on batches, at some sizes."""
+        values = []
+        with self.attached(several=False):
+            for batch, ranks in itertools.product(batches, sizes):
+                with at_ranks(self._student, ranks):
+                    forward, loss = self.on(split_batch(batch)[0])
+                    values.append(float(loss(forward())))
+        return sum(values) / len(values)
+
+    def on(
+        self, inputs: Any, *, single: bool = False
+    ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
+        """Return the forward of the student on inputs, and the loss of its output there.
+
+        The student is `single` while it is held in float32.
+        """
         call = ModelInputs.of(inputs).to(device_of(self._student))
         with torch.no_grad():
             target = call.call(self._teacher)
-        soft_loss, own = self._soft_loss or soft_loss_for(target), call.map_tensors(_single)
+        soft_loss = self._soft_loss or soft_loss_for(target)
+        own = call.map_tensors(_single) if single else call
 
         def loss(output: Any) -> Tensor:
             return soft_loss(output, target) + self._hidden_loss()
@@ -244,6 +340,11 @@ class _Training:
         self._data_digest = ""
         self.losses: list[float] = []
 
+    @property
+    def sizes(self) -> Sequence[Mapping[str, int]]:
+        """The ranks that the student is measured at."""
+        return self._ranks or [{}]
+
     def step(self, inputs: Any, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.lr * self._schedule(len(self.losses))
@@ -251,7 +352,7 @@ class _Training:
         nn.utils.clip_grad_norm_(self._model.parameters(), _LARGEST_GRADIENT)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._note(inputs)
+        self.note(inputs)
         self._save()
 
     def _backward(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> Tensor:
@@ -262,8 +363,8 @@ class _Training:
             value.backward()  # type: ignore[no-untyped-call]
         return value.detach()
 
-    def _note(self, inputs: Any) -> None:
-        """Add the inputs of a step to the digest of the data so far."""
+    def note(self, inputs: Any) -> None:
+        """Add inputs to the digest of the data so far."""
         if self._cache.is_on:
             self._data_digest = digest_of([self._data_digest, inputs])
 
@@ -284,7 +385,7 @@ class _Training:
             return
         losses, data_digest, *states = saved
         for batch in itertools.islice(inputs, len(losses)):
-            self._note(batch)
+            self.note(batch)
         if self._data_digest != data_digest:
             raise OptionError(
                 "the unfinished work to resume is of other data, or of the same batches in another "

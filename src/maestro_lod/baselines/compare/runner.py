@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from maestro_lod.baselines.compare.plan import ComparisonPlan, Pace, Training
 from maestro_lod.cli.run import Interrupted, Run, Watcher
 from maestro_lod.cli.run_files import fixed_settings
 from maestro_lod.errors import BusyError, MaestroError, OptionError, TrainingError
+from maestro_lod.files.atomic import alone_in, remove_leftovers
 from maestro_lod.files.json_files import read_json_file
 
 _FAILED = "failed.json"
@@ -187,6 +189,9 @@ class Runner:
                 f"{run.directory} is a run with other settings than this comparison has. Give "
                 "another --out."
             )
+        if any(run.directory.glob(".*")):  # of a kill, unless another process is at it
+            with suppress(BusyError), alone_in(run.directory):
+                remove_leftovers(run.directory)
         self._same.add(run.directory)
 
     def _miss(self, name: str, reason: object) -> None:
