@@ -570,7 +570,7 @@ def test_fewer_epochs_than_are_done_are_refused(begun: Path, tmp_path: Path) -> 
     shutil.copytree(begun, tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("epochs: 2", "epochs: 1"))
-    with pytest.raises(OptionError, match="has finished 1 epochs. Give that number or more"):
+    with pytest.raises(OptionError, match=r"has finished 1 epochs\. Give that number or more"):
         Run.open(tmp_path / "run").train()
 
 

@@ -359,8 +359,8 @@ def test_the_program_says_which_trial_is_on(
     assert any(line.startswith("trial 0 with λ=0.16: satisfied at epoch 3") for line in lines)
     assert lines[-1] == "model and report: runs/tune-digits/trial-0"
     assert errors == (
-        "lod: note: data.validation=0 leaves no data to judge trials by: they hold out 10% of the training "
-        "set.\n"
+        "lod: note: data.validation=0 leaves no data to judge trials by: they hold out 10% of the "
+        "training set.\n"
     )
     assert lod("tune", "digits", *limits, *changes, "--quiet") == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("trial")

@@ -73,8 +73,8 @@ class Tuning:
             raise OptionError(f"with {what} no λ makes a model smaller: there is nothing to tune.")
         if self.recipe.data.validation == 0.0:
             warnings.warn(
-                f"data.validation=0 leaves no data to judge trials by: they hold out {_VALIDATION:.0%} "
-                "of the training set.",
+                f"data.validation=0 leaves no data to judge trials by: they hold out "
+                f"{_VALIDATION:.0%} of the training set.",
                 stacklevel=3,
             )
             data = self.recipe.data.model_copy(update={"validation": _VALIDATION})
