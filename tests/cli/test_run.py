@@ -723,15 +723,15 @@ def test_full_disk_while_a_small_file_is_written(
 
 def test_full_disk_while_metrics_are_written(tmp_path: Path, monkeypatch: Any) -> None:
     run = Run.create(digits(*SMALL), tmp_path / "run")
-    opened = Path.open
+    opened = os.open
 
-    def refuse(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-        if path.name == "metrics.jsonl" and mode == "a":
+    def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith("metrics.jsonl") and flags & os.O_APPEND:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return opened(path, mode, *arguments, **options)
+        return opened(path, flags, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refuse)
+        patch.setattr(os, "open", refuse)
         with pytest.raises(CheckpointError, match=r"metrics\.jsonl \(No space left.*lod resume"):
             run.train()
     assert metrics(run.directory) == []
