@@ -232,9 +232,9 @@ WRONG = {
     f"{DIGITS} --out notes.txt/run": "notes.txt is a file. Give a directory",
     f"{DIGITS} --out full": "full is not empty. Give another --out, or go on",
     # runs
-    "resume nowhere": "nowhere is no directory",
-    "resume notes.txt": "notes.txt is no directory",
-    "resume full": "full holds no run (no config.yaml)",
+    "resume nowhere": "nowhere is not a directory",
+    "resume notes.txt": "notes.txt is not a directory",
+    "resume full": "full contains no run (no config.yaml)",
     "resume finished": "has finished. To write its report anew: lod report finished",
     "resume damaged": "damaged/config.yaml is not valid YAML",
     "resume foreign": "foreign/config.yaml: there is no setting 'epoch'",
@@ -242,7 +242,7 @@ WRONG = {
     "report full": "full is no run",
     "report finished nowhere": "there is no such directory",
     "report damaged": "damaged/config.yaml is damaged",
-    "summary full": "full holds no run",
+    "summary full": "full contains no run",
     "summary finished --set epochs=3": "--set changes a recipe; the settings of a run are fixed",
     "summary unfinished": "has not finished. Resume with: lod resume unfinished",
 }

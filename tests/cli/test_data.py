@@ -567,8 +567,8 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: parquet.write_table(pa.table({"image": [b""]}), path),
         "has no column label; it has image",
     ),
-    "no image": (lambda path: write(path, [b"hello"], [0]), "image 0 is no image"),
-    "image missing": (lambda path: write(path, [None], [0]), "image 0 is no image"),
+    "no image": (lambda path: write(path, [b"hello"], [0]), "image 0 is not an image"),
+    "image missing": (lambda path: write(path, [None], [0]), "image 0 is not an image"),
     "cut image": (
         lambda path: write(path, [packed(pictures(1)[0])[:-400]], [0]),
         "image 0 cannot be used",
@@ -583,11 +583,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "label too large": (
         lambda path: write(path, map(packed, pictures(2)), [3, 10]),
-        "label 10 is none of the 10 classes, 0 to 9",
+        "label 10 is not one of the 10 classes, 0 to 9",
     ),
     "label hidden": (
         lambda path: write(path, map(packed, pictures(2)), [3, -1]),
-        "label -1 is none of the 10 classes",
+        "label -1 is not one of the 10 classes",
     ),
     "label of text": (
         lambda path: write(path, map(packed, pictures(2)), ["7", "8"]),
@@ -716,7 +716,7 @@ def test_a_damaged_entry_is_made_anew(
     damage(entry / name)
     with caplog.at_level(logging.WARNING):
         after = loaded()
-    assert "is damaged and is made anew" in caplog.text
+    assert "is damaged and is built again" in caplog.text
     assert torch.equal(epoch(after.test)[0], expected)
     assert after.train.images.labels.tolist() == labels and after.note == note
     assert entries(tmp_path) == [entry], "the damaged one is gone, and nothing else is left"

@@ -550,7 +550,7 @@ def damaged(run: Path, tmp_path: Path) -> Path:
         (["deploy", "RUN", "--min-accuracy", "2", "--out", "OUT"], 2, "min_accuracy=2"),
         (["deploy", "RUN", "--max-macs", "0.5", "--to", "onx", "--out", "OUT"], 2, "'onnx'"),
         (["deploy", "RUN", "--max-macs", "0.5", "--out", "RUN"], 2, "not empty"),
-        (["deploy", "NONE", "--max-macs", "0.5", "--out", "OUT"], 2, "is no directory"),
+        (["deploy", "NONE", "--max-macs", "0.5", "--out", "OUT"], 2, "is not a directory"),
         (["deploy", "UNFINISHED", "--max-macs", "0.5", "--out", "OUT"], 2, "has not finished"),
         (["deploy", "DAMAGED", "--max-macs", "0.5", "--out", "OUT"], 1, "model.safetensors"),
         (["frontier", "UNFINISHED"], 2, "has not finished"),

@@ -251,7 +251,7 @@ def test_where_and_how_to_train_may_differ_but_not_what(searched: tuple[Path, Tu
 
 
 def test_a_recipe_without_validation_gets_some_and_says_so(tmp_path: Path):
-    with pytest.warns(UserWarning, match="trials keep 10% of the training set apart") as warned:
+    with pytest.warns(UserWarning, match="they hold out 10% of the training set") as warned:
         tuning = Tuning(small("data.validation=0"), tmp_path)
     assert Path(warned[0].filename) == Path(__file__)
     assert tuning.recipe == small("data.validation=0.1")
@@ -359,8 +359,8 @@ def test_the_program_says_which_trial_is_on(
     assert any(line.startswith("trial 0 with λ=0.16: satisfied at epoch 3") for line in lines)
     assert lines[-1] == "model and report: runs/tune-digits/trial-0"
     assert errors == (
-        "lod: note: data.validation=0 leaves nothing to judge by: trials keep 10% of the training "
-        "set apart.\n"
+        "lod: note: data.validation=0 leaves no data to judge trials by: they hold out 10% of the "
+        "training set.\n"
     )
     assert lod("tune", "digits", *limits, *changes, "--quiet") == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("trial")
@@ -370,7 +370,7 @@ def test_the_program_searches_tradeoffs(tmp_path: Path, capsys: pytest.CaptureFi
     changes = [part for change in (*SMALL, "epochs=1") for part in ("--set", change)]
     out = str(tmp_path / "out")
     assert lod("tune", "digits", "--pareto", "2", *changes, "--out", out, "--quiet") == 0
-    assert "none is beaten in both: trials" in capsys.readouterr().out
+    assert "from the smallest to the most accurate: trials" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

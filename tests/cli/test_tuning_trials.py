@@ -594,7 +594,7 @@ def test_a_study_of_others_is_refused(tmp_path: Path):
     url = f"sqlite:///{tmp_path}/search.db"
     study = optuna.create_study(storage=url, study_name="lod")
     study.add_trial(optuna.create_trial(value=1.0))
-    with pytest.raises(OptionError, match="is no search of ours"):
+    with pytest.raises(OptionError, match="is not a search of lod"):
         tune(within, **LIMITS, storage=url)
 
 
@@ -628,7 +628,7 @@ def test_a_storage_that_cannot_be_reached_is_one_clear_line(
 @pytest.mark.parametrize("content", [b"vm", b"vm\n", b"a\nb\n", b'{"a": 1}\n', b"\x00\xff"])
 def test_a_file_of_others_is_refused_and_left_as_it_is(content: bytes, tmp_path: Path):
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(OptionError, match=r"no journal of Optuna's"):
+    with pytest.raises(OptionError, match=r"not a journal of Optuna"):
         tune(within, **LIMITS, storage=tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == content
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

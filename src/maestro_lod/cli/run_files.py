@@ -229,7 +229,7 @@ def require_same_weights(about: Mapping[str, Any], model: nn.Module, file: Path)
     """Raise CheckpointError if a file describes other weights; old files name none."""
     if about.get("weights") not in (None, weights_digest(model)):
         raise CheckpointError(
-            f"{file} describes another model than the model.safetensors in its directory. Restore "
+            f"{file} is of another model than the model.safetensors in its directory. Restore "
             "the wrong one of the two, or write it again with lod train or lod frontier."
         )
 

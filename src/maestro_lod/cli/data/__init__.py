@@ -1,4 +1,4 @@
-"""The data of the paper: each name gives batches to train and to test on."""
+"""Built-in datasets: batches for training, validation and test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATA = {
     "imagenet": "decoded",
     "multi30k": "text",
 }
-"""Name → the module here that loads it; imported when asked for, as each needs other packages."""
+"""Module that loads each dataset; imported on use, because each needs other packages."""
 
 
 def load_data(
@@ -34,11 +34,27 @@ def load_data(
     limit: int | None = None,
     **options: Any,
 ) -> Data:
-    """Load one of `DATA`; `options` are those of that dataset alone (multi30k: `min_count`).
+    """Load a built-in dataset.
 
-    `validation` is the share of the training set that is kept apart, the same samples in every
-    run. `limit` uses only the first so many training samples, and as many test samples. `seed`
-    and torch's global generator fix the order and the augmentation of an epoch.
+    Args:
+        name: A key of `DATA`.
+        batch: Batch size.
+        seed: With torch's global generator, fixes the order and the augmentation of an epoch.
+        directory: Directory that contains the datasets; by default $LOD_DATA, then the Hub.
+        validation: Share of the training set that is held out, the same samples in every run.
+        limit: Largest number of training samples, and of test samples.
+        **options: Options of that dataset alone (multi30k: `min_count`).
+
+    Returns:
+        The batches, an example input and a note.
+
+    Raises:
+        OptionError: If the name or an option is unknown or wrong.
+        DataError: If the dataset or a package is missing, or a file is damaged.
+
+    Example:
+        >>> data = load_data("digits", batch=64)
+        >>> inputs, target = next(iter(data.train))
     """
     if name not in DATA:
         raise OptionError(

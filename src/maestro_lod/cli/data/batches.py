@@ -1,4 +1,4 @@
-"""What every dataset comes as: batches to iterate again and again, and one line about them."""
+"""Types of datasets: splits of batches that can be iterated repeatedly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ USUAL_SHARE = 0.1
 
 
 class Batches(Protocol):
-    """Pairs of inputs and target, as often as iterated; inputs are a tensor or a tuple of them."""
+    """Iterable of (inputs, target); inputs are a tensor or a tuple of tensors."""
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]: ...
 
@@ -35,14 +35,14 @@ class Data:
     classes: int
     """Number of classes, or size of the vocabulary."""
     note: str
-    """One line for reports: name, sizes, checksum, and what is peculiar about this copy."""
+    """One line for reports: name, sizes, checksum, and peculiarities of this copy."""
     score: Callable[[nn.Module], dict[str, float]] | None = None
-    """More test metrics, by name."""
+    """Function that returns further test metrics by name."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The options of `load_data` that every dataset has, checked."""
+    """Checked options of `load_data` that every dataset has."""
 
     name: str
     batch: int
@@ -64,11 +64,11 @@ class Request:
             )
 
     def first(self, samples: int) -> int:
-        """Return how many of so many samples are to be used."""
+        """Return the number of samples to use out of `samples`."""
         return samples if self.limit is None else min(self.limit, samples)
 
     def split(self, samples: int) -> tuple[Tensor, Tensor]:
-        """Return the rows to train on and those kept apart, the same for every seed."""
+        """Return the rows of the training and of the validation set, the same for every seed."""
         count = self.first(samples)
         apart = max(1, round(self.validation * count)) if self.validation else 0
         if apart >= count:
@@ -81,6 +81,6 @@ class Request:
 
 
 def epoch_generator(seed: int) -> torch.Generator:
-    """Return the randomness of one epoch: `seed`, and one draw from torch's global generator."""
+    """Return the generator of one epoch, from `seed` and one draw of torch's global generator."""
     draw = int(torch.empty((), dtype=torch.int64).random_())
     return torch.Generator().manual_seed((draw ^ seed) % 2**63)

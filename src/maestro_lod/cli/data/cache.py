@@ -1,8 +1,8 @@
-"""What was made of a dataset's files, kept in a folder under the checksum of those files.
+"""Cache of preprocessed datasets, keyed by the checksum of the source files.
 
-Entries are made beside their place and moved there, so that there is never half of one and any
-number of processes may make the same at once. Size, time and checksum of each file are recorded:
-a file whose size or time is another is read and compared, and what is damaged is made anew.
+An entry is built in a temporary directory and moved into place, so that it is never incomplete and
+several processes may build it at the same time. Size, time and checksum of each file are recorded:
+a file with another size or time is read and compared, and a damaged entry is built again.
 """
 
 from __future__ import annotations
@@ -38,9 +38,14 @@ def cached(
     build: Callable[[Path], None],
     read: Callable[[Path], T],
 ) -> tuple[str, T]:
-    """Return the checksum of a source, and what `read` reads of the files that `build` made of it.
+    """Return the checksum of a source and the cached result of preprocessing it.
 
-    `variant` says what `build` does; it is called if nothing is there or what is there is damaged.
+    Args:
+        name: Name of the dataset.
+        source: Its files.
+        variant: Description of what `build` does, part of the key.
+        build: Writes the preprocessed files; called if the entry is missing or damaged.
+        read: Reads the preprocessed files.
     """
     cache = cache_directory()
     try:
@@ -51,16 +56,16 @@ def cached(
     key = hashlib.sha256(f"{checksum} {variant}".encode()).hexdigest()[:16]
     entry = cache / f"{name}-{key}"
     if entry.exists():
-        # whatever is wrong with what is there, or if another process is just replacing it
+        # a damaged entry, or one that another process is replacing
         with suppress(OSError, ValueError, CheckpointError):
             if _is_sound(entry, stamp):
                 return checksum, read(entry)
-        _log.warning("%s is damaged and is made anew", entry)
+        _log.warning("%s is damaged and is built again", entry)
     return checksum, _made(entry, {"stamp": stamp, "checksum": checksum}, build, read)
 
 
 def _known_checksum(cache: Path, name: str, stamp: str) -> str | None:
-    """Return the checksum of a source that was read before and has not changed since."""
+    """Return the recorded checksum of a source whose files have not changed; else None."""
     for path in cache.glob(f"{name}-*/{_MANIFEST}"):
         manifest = _manifest(path)
         if manifest is not None and manifest["stamp"] == stamp:
@@ -86,7 +91,7 @@ def _described(path: Path) -> dict[str, Any]:
 
 
 def _is_sound(entry: Path, stamp: str) -> bool:
-    """Tell whether all files are as they were written; remember what had to be read for it."""
+    """Return True if all files are as they were written; record the ones that were read."""
     manifest = _manifest(entry / _MANIFEST)
     if manifest is None:
         return False
@@ -101,7 +106,7 @@ def _is_sound(entry: Path, stamp: str) -> bool:
         if now[name]["sha256"] != before["sha256"]:
             return False
     if now != files or manifest["stamp"] != stamp:
-        with suppress(OSError, CheckpointError):  # a cache that is only readable is good enough
+        with suppress(OSError, CheckpointError):  # a read-only cache is sufficient
             _write(entry / _MANIFEST, manifest | {"files": now, "stamp": stamp})
     return True
 
@@ -128,7 +133,7 @@ def _made(
         build(new)
         files = {path.name: _described(path) for path in sorted(new.iterdir())}
         _write(new / _MANIFEST, manifest | {"files": files})
-        # opened before they move: whatever others do to the entry, these files stay ours
+        # opened before they move: another process may replace the entry
         result = read(new)
         with suppress(FileNotFoundError):
             entry.rename(old)

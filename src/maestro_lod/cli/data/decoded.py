@@ -1,4 +1,4 @@
-"""Datasets of image files, decoded once into one array that is mapped into memory."""
+"""Image datasets, decoded once into a memory-mapped array."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _AT_ONCE = 512
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A dataset of images: where it is published, what its files hold, what becomes of them."""
+    """Description of an image dataset: source, columns and stored format."""
 
     format: ImageFormat
     column: str
     """Name of the column of images."""
     hub: str | None
     classes: int | None = None
-    """Number of classes; if not said, those of the training set."""
+    """Number of classes; by default that of the training set."""
     test: tuple[str, ...] = ("test",)
-    """Names of the split to test on."""
+    """Possible names of the test split."""
     resized: bool = False
-    """Whether images come in all sizes: then the middle square is resized to the stored side."""
+    """True if images differ in size: the central square is resized to the stored side."""
 
 
 SETS = {
@@ -84,7 +84,7 @@ SETS = {
 
 
 def load(request: Request) -> Data:
-    """Load an image dataset, decoding it at the first time."""
+    """Load an image dataset; decode it if it is not in the cache."""
     name, kind = request.name, SETS[request.name]
     splits = {"train": ("train",), "test": kind.test}
     source = find_source(name, request.directory, splits, kind.hub)
@@ -134,14 +134,14 @@ def _in_tables(kind: ImageSet, files: Sequence[Path]) -> tuple[NDArray[Any], Ite
 
 
 def _in_folders(source: Source, split: str) -> tuple[NDArray[Any], Iterator[Any]]:
-    """Return images in an order of no meaning: the first of them are then of all classes."""
+    """Return labels and files in random order, so that the first ones are of all classes."""
     known = {path.parent.name for path in source.splits["train"]}
     label = {name: index for index, name in enumerate(sorted(known))}
     files = source.splits[split]
     strange = {path.parent.name for path in files} - known
     if strange:
         raise DataError(
-            f"{source.folder} has classes to test on that it has none to train on: "
+            f"{source.folder} has test classes without training images: "
             f"{listed(sorted(strange))}. Both splits need the same class folders."
         )
     order = np.random.default_rng(0).permutation(len(files))
@@ -150,7 +150,7 @@ def _in_folders(source: Source, split: str) -> tuple[NDArray[Any], Iterator[Any]
 
 
 def _checked_classes(where: str, labels: NDArray[Any], classes: int | None) -> int:
-    """Return the number of classes, which are those of the first split if none is given."""
+    """Check labels and return the number of classes; by default that of the first split."""
     if not len(labels):
         raise DataError(f"{where} is empty. Download it again.")
     if labels.dtype.kind not in "iu":
@@ -159,7 +159,9 @@ def _checked_classes(where: str, labels: NDArray[Any], classes: int | None) -> i
     most = int(labels.max()) + 1 if classes is None else classes
     if labels.min() < 0 or labels.max() >= most:
         wrong = labels.min() if labels.min() < 0 else labels.max()
-        raise DataError(f"{where}: label {wrong} is none of the {most} classes, 0 to {most - 1}.")
+        raise DataError(
+            f"{where}: label {wrong} is not one of the {most} classes, 0 to {most - 1}."
+        )
     return most
 
 
@@ -177,8 +179,8 @@ def _decode(
                 pixels[index] = _as_array(image, kind)
                 return str(image.format)
         except UnidentifiedImageError as error:
-            raise DataError(f"{where}: {named(index, picture)} is no image.") from error
-        except Exception as error:  # of Pillow: many families, one meaning
+            raise DataError(f"{where}: {named(index, picture)} is not an image.") from error
+        except Exception as error:  # Pillow raises many types
             raise DataError(
                 f"{where}: {named(index, picture)} cannot be used ({error})."
             ) from error
@@ -195,7 +197,7 @@ def _decode(
 
 
 def _opened(picture: Any) -> Path | io.BytesIO:
-    """Return what Pillow can open of a path, of bytes, or of a cell of the Hub's image columns."""
+    """Return a path, bytes or a cell of a Hub image column in a form that Pillow can open."""
     if isinstance(picture, Path):
         return picture
     content = picture["bytes"] if isinstance(picture, dict) else picture
@@ -203,11 +205,11 @@ def _opened(picture: Any) -> Path | io.BytesIO:
 
 
 def _as_array(image: Image.Image, kind: ImageSet) -> NDArray[np.uint8]:
-    """Return (channels, side, side) pixels."""
+    """Return the pixels as (channels, side, side)."""
     mode = "RGB" if kind.format.channels == 3 else "L"
     size = (kind.format.side, kind.format.side)
     if kind.resized:
-        image.draft(mode, size)  # JPEG files are decoded at about the size that is needed
+        image.draft(mode, size)  # decodes JPEG files at about the needed size
         image = ImageOps.fit(image.convert(mode), size, Image.Resampling.BILINEAR)
     if image.size != size:
         raise ValueError(f"it is {image.width}×{image.height}, not {size[0]}×{size[1]}")

@@ -21,7 +21,7 @@ _FORMAT = ImageFormat(channels=1, side=28, crop=28, mean=(0.3058,), std=(0.3251,
 
 
 def load(request: Request) -> Data:
-    """Load the digits; every fifth one is for the test."""
+    """Load the digits; every fifth one is a test sample."""
     # the images of scikit-learn's load_digits, whose import takes as long as torch's
     file = resources.files("maestro_lod.cli.data") / "digits.safetensors"
     stored = read_tensors(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Batches of images: gathered from one array, augmented and normalized as a whole."""
+"""Batches of images from one array, augmented and normalized batch by batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from maestro_lod.cli.data.batches import Data, Request, epoch_generator
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How the images of a dataset are stored, varied in training, and handed to a model."""
+    """Stored size, augmentation and normalization of the images of a dataset."""
 
     channels: int
     side: int
@@ -25,9 +25,9 @@ class ImageFormat:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     crop: int
-    """Height and width that a model sees: a random part in training, else the middle."""
+    """Height and width of model inputs: a random crop in training, else the central one."""
     pad: int = 0
-    """Width of the reflected border that random parts may reach into."""
+    """Width of the reflected border for random crops."""
     flip: bool = False
     evaluation_batch: int = 1000
 
@@ -42,7 +42,7 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageBatches:
-    """Some rows of the images; with a seed shuffled and augmented, without one as they are."""
+    """Batches of some images; shuffled and augmented with a seed, unchanged without one."""
 
     images: Images
     rows: Tensor
@@ -73,13 +73,13 @@ class ImageBatches:
 
 
 def middle(pixels: Tensor, crop: int) -> Tensor:
-    """Return the middle crop × crop part of each image."""
+    """Return the central crop × crop part of each image."""
     edge = (pixels.shape[-1] - crop) // 2
     return pixels[..., edge : edge + crop, edge : edge + crop]
 
 
 def varied(pixels: Tensor, format: ImageFormat, generator: torch.Generator) -> Tensor:
-    """Return a random part of each image, half of them mirrored; may change `pixels`."""
+    """Return a random crop of each image, half of them mirrored; may change `pixels`."""
     count, crop = len(pixels), format.crop
     if format.pad:
         pixels = F.pad(pixels, [format.pad] * 4, mode="reflect")
@@ -97,7 +97,7 @@ def varied(pixels: Tensor, format: ImageFormat, generator: torch.Generator) -> T
 
 
 def normalized(pixels: Tensor, format: ImageFormat) -> Tensor:
-    """Return float32 images with the mean and deviation of the dataset taken out."""
+    """Return float32 images normalized by mean and standard deviation of the dataset."""
     mean = 255 * torch.tensor(format.mean)[:, None, None]
     std = 255 * torch.tensor(format.std)[:, None, None]
     return pixels.to(torch.float32).sub_(mean).div_(std)

@@ -1,4 +1,4 @@
-"""Where datasets lie, what their files are, and the rows in them."""
+"""Dataset files: location, splits, checksums and rows."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a dataset, split by split."""
+    """Files of a dataset by split."""
 
     folder: Path
     splits: Mapping[str, Sequence[Path]]
 
     @property
     def of_pictures(self) -> bool:
-        """Whether the files are the images themselves, in a folder per class."""
+        """True if the files are images, in one folder per class."""
         return self.splits["train"][0].suffix.lower() in _PICTURES
 
     def stamp(self) -> str:
-        """Return a digest of all paths, sizes and times: cheap, and new when a file is."""
+        """Return a digest of all paths, sizes and times; reads no file."""
         files = []
         for paths in self.splits.values():
             for path in paths:
@@ -44,7 +44,7 @@ class Source:
         return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
     def checksum(self) -> str:
-        """Return a digest of all contents, wherever the folder is; reads every file."""
+        """Return a digest of all contents that does not depend on the folder; reads every file."""
         whole = hashlib.sha256()
         for split, paths in self.splits.items():
             for path in paths:
@@ -65,7 +65,7 @@ def file_checksum(path: Path) -> str:
 def find_source(
     name: str, directory: Path | None, splits: Mapping[str, Sequence[str]], hub: str | None
 ) -> Source:
-    """Find a dataset in its local folder, else on the Hub; `splits` gives the names of each."""
+    """Find a dataset in a local folder or on the Hub; `splits` maps splits to possible names."""
     folder = _folder(name, directory, hub)
     if any(path.is_dir() for path in _children(folder / "train")):
         return Source(folder, {key: _in_classes(folder, names) for key, names in splits.items()})
@@ -99,7 +99,7 @@ def _folder(name: str, directory: Path | None, hub: str | None) -> Path:
     try:
         patterns = [f"*{suffix}" for suffix in _SUFFIXES]
         return Path(snapshot_download(hub, repo_type="dataset", allow_patterns=patterns))
-    except Exception as error:  # of the network, the disk, the Hub: many families, one meaning
+    except Exception as error:  # network, disk and Hub raise many types
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise DataError(
             f"{name} was not found{looked}, and not downloaded ({reason}). {_advice(name, hub)}"
@@ -142,7 +142,7 @@ def _in_classes(folder: Path, names: Sequence[str]) -> list[Path]:
 
 
 def rows(files: Sequence[Path], *columns: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of some columns, row by row; images as they are in the file."""
+    """Yield the values of some columns row by row; images stay encoded."""
     shown = listed([str(path) for path in files], most=2)
     if not any(path.stat().st_size for path in files):
         raise DataError(f"{shown} is empty.")
@@ -162,7 +162,7 @@ def rows(files: Sequence[Path], *columns: str) -> Iterator[tuple[Any, ...]]:
 
 
 def _table(files: Sequence[Path], scratch: str, columns: Sequence[str] = ()) -> Any:
-    """Return a stream of rows: those of ImageNet fit into no memory, and are needed only once."""
+    """Return a stream of rows: ImageNet does not fit into memory and is read once."""
     paths = [str(path) for path in files]
     if files[0].suffix == ".jsonl":
         table = IterableDataset.from_json(paths, cache_dir=scratch)

@@ -1,4 +1,4 @@
-"""Multi30k, German to English: sentences as numbers of words, batches of like lengths, BLEU."""
+"""Multi30k, German to English: tokenized sentences, batches of similar lengths, BLEU."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TextBatches:
         return map(self._batch, self._shuffled(epoch_generator(self.seed)))
 
     def _shuffled(self, generator: torch.Generator) -> list[Tensor]:
-        """Return the rows of each batch: of like lengths, which saves padding, in random order."""
+        """Return the rows of each batch, in random order; similar lengths save padding."""
         source, target = (_lengths(x) for x in (self.sentences.source, self.sentences.target))
         length = target * (_LONGEST + 1) + source
         order = torch.randperm(len(length), generator=generator)
@@ -93,13 +93,13 @@ def _lengths(sentences: Tensor) -> Tensor:
 
 
 def _trimmed(sentences: Tensor) -> Tensor:
-    """Cut off the columns that hold nothing but padding."""
+    """Remove columns that contain only padding."""
     return sentences[:, : int(_lengths(sentences).max())]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """All that is kept of the text."""
+    """Preprocessed text of the dataset."""
 
     tokenizer: Tokenizer
     splits: dict[str, Sentences]
@@ -229,7 +229,7 @@ def _score(
 
 
 def _text(tokenizer: Tokenizer, words: Sequence[int]) -> str:
-    """Return a sentence as it is written: up to the stop, punctuation beside its word."""
+    """Return a sentence as text: up to the stop token, without spaces before punctuation."""
     end = words.index(STOP) if STOP in words else len(words)
     kept = [
         _UNKNOWN_IN_TEXT if word == UNKNOWN else str(tokenizer.id_to_token(word))

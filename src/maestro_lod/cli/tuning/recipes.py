@@ -1,4 +1,4 @@
-"""`lod tune`: searches over the trainings of one recipe; each trial is a run directory."""
+"""Searches of `lod tune` over trainings of one recipe; each trial is a run directory."""
 
 from __future__ import annotations
 
@@ -25,20 +25,35 @@ from maestro_lod.train.lod import LoD
 from maestro_lod.train.lod_settings import LoDSettings
 from maestro_lod.train.progress import EpochRecord, Progress
 
-_ABOVE = 8  # times the recipe's λ: where a search starts, unless told
-_HALVINGS = 10  # from the largest λ to the smallest, unless told
-_RATES = (0.1, 3.0)  # times the recipe's learning rate: between these a search draws its own
-_VALIDATION = 0.1  # share of the training set, where the recipe keeps none apart
+_ABOVE = 8  # default of the largest λ, as a multiple of the recipe's
+_HALVINGS = 10  # default number of halvings from the largest λ to the smallest
+_RATES = (0.1, 3.0)  # range of learning rates, as multiples of the recipe's
+_VALIDATION = 0.1  # share of the training set, if the recipe holds none out
 
 
 @dataclass
 class Tuning:
-    """Searches over trainings of one recipe that differ in λ; each trial is a run directory.
+    """Search over trainings of one recipe that differ in λ; each trial is a run directory.
 
-    Processes that give the same `storage` and `name` share one search. A storage is a path, by
-    default in `directory`, or a database's URL. Those who share `directory` too go on with trials
-    of others that were killed; else such a trial starts anew. `watchers` are told of each training,
-    `watch` of each trial that starts or ends; `stop` is asked whether to stop.
+    Processes with the same `storage` and `name` share one search. If they share `directory` too,
+    they resume the trials of killed processes from their checkpoints; otherwise such a trial
+    starts again from the beginning.
+
+    Args:
+        recipe: The recipe; it must train low-rank and shrink.
+        directory: Directory of the trials.
+        storage: A path, or the URL of a database; by default a journal in `directory`.
+        name: Name of the search in the storage; by default that of the recipe.
+        watchers: Observers of each training.
+        watch: Called with each trial that starts or ends.
+        stop: Returns True to stop the search.
+
+    Raises:
+        OptionError: If no λ makes the model of the recipe smaller.
+
+    Example:
+        >>> tuning = Tuning(load_recipe("lenet-mnist"), Path("runs/search"))
+        >>> tuning.tune(max_params=12_000, min_accuracy=0.98)
     """
 
     recipe: Recipe
@@ -57,8 +72,8 @@ class Tuning:
             raise OptionError(f"with {what} no λ makes a model smaller: there is nothing to tune.")
         if self.recipe.data.validation == 0.0:
             warnings.warn(
-                f"data.validation=0 leaves nothing to judge by: trials keep {_VALIDATION:.0%} of "
-                "the training set apart.",
+                f"data.validation=0 leaves no data to judge trials by: they hold out "
+                f"{_VALIDATION:.0%} of the training set.",
                 stacklevel=3,
             )
             data = self.recipe.data.model_copy(update={"validation": _VALIDATION})
@@ -79,7 +94,7 @@ class Tuning:
         smallest: float | None = None,
         few: float = 0.5,
     ) -> Tuned:
-        """Halve λ until a model has the accuracy and no more than the params."""
+        """Halve λ until a model has the accuracy and at most the params; see `search.tune`."""
         high, low = self._penalties(largest, smallest)
         self._require_possible(max_params, self._data())
         return tune(
@@ -95,7 +110,7 @@ class Tuning:
     def explore(
         self, trials: int, *, largest: float | None = None, smallest: float | None = None
     ) -> Front:
-        """Search λ and learning rate for the best trade-offs between accuracy and MACs."""
+        """Search λ and learning rate for trade-offs of accuracy and MACs; see `search.explore`."""
         high, low = self._penalties(largest, smallest)
         self._data()
         rate = self.recipe.optimizer.lr
@@ -112,14 +127,15 @@ class Tuning:
 
     def _penalties(self, largest: float | None, smallest: float | None) -> tuple[float, float]:
         if largest is None and self._settings.penalty == 0.0:
-            raise OptionError("the recipe has no λ (penalty) to start from: give the largest.")
+            raise OptionError("the recipe has no λ (penalty) to start from. Give --largest.")
         high = self._largest() if largest is None else largest
         return high, high / 2**_HALVINGS if smallest is None else smallest
 
     def _largest(self) -> float:
-        """Return some times the recipe's λ, less where useless ranks would not reach the threshold.
+        """Return the largest λ: a multiple of the recipe's at which useless ranks can be removed.
 
-        There a model stays large whatever its λ, which the search would take for too small a λ.
+        Where they cannot reach the threshold, a model stays large at every λ, and the search would
+        mistake that for a λ that is too small.
         """
         setup, high = Setup.of(self.recipe), _ABOVE * self._settings.penalty
         layers = low_rank_layers(setup.model).values()
@@ -141,7 +157,7 @@ class Tuning:
         return data
 
     def _require_possible(self, max_params: int, data: Data) -> None:
-        """Refuse a limit that every model keeps, or none."""
+        """Raise OptionError for a limit that every model keeps, or none."""
         model = model_of(self.recipe, data)
         ledger = Ledger.of(model)
         smallest = dict.fromkeys(low_rank_layers(model), self._settings.min_rank)
@@ -158,8 +174,8 @@ class Tuning:
             )
 
     def _shared(self) -> dict[str, Any]:
-        """Return the options that both searches take."""
-        # all but what says where and how to train: that may differ between machines
+        """Return the options that both searches have."""
+        # without the settings that may differ between machines
         about = self.recipe.model_dump(
             mode="json",
             exclude={
@@ -211,7 +227,7 @@ class Tuning:
         directory = self._place(report.number)
         for number in report.repeats:
             if self._place(number).exists():
-                # moved, not shared: if the other still lives after all, it cannot write here
+                # moved, not shared: if the other process is alive after all, it cannot write here
                 self._place(number).rename(directory)
                 return Run(directory, recipe)
         return Run.create(recipe, directory)
@@ -221,7 +237,7 @@ class Tuning:
 
 
 class _Reporter:
-    """A watcher that reports each epoch to the search."""
+    """Watcher that reports each epoch to the search."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -247,16 +263,18 @@ class _Reporter:
     def _reached(self, record: EpochRecord) -> Reached:
         accuracy = record.validation.get("accuracy")
         if accuracy is None:
-            raise OptionError("the recipe's targets are no classes: there is no accuracy to tune.")
+            raise OptionError(
+                "the targets of the recipe are not classes: there is no accuracy to tune."
+            )
         mean = self._ledger.relative_macs
-        assert mean is not None  # a run's ledger knows an example
+        assert mean is not None  # the ledger of a run has an example
         cost = mean * len(self._ledger.epochs) / self._epochs
         assert record.params is not None and record.macs is not None
         return Reached(record.epoch, accuracy, record.params, record.macs, cost)
 
 
 def _finished(run: Run, report: Report) -> dict[str, Any]:
-    """Finish a run at the epoch it has reached, which becomes its last, and return the result."""
+    """Make the epoch that a run has reached its last one, finish it and return the result."""
     assert report.last is not None
     recipe = run.recipe.model_copy(update={"epochs": report.last.epoch})
     with replacing(run.directory / "config.yaml") as place:

@@ -28,13 +28,13 @@ from maestro_lod.text import table
 
 @dataclass(frozen=True)
 class _Outcome:
-    """All trials of a search, and what came out."""
+    """All trials of a search."""
 
     trials: tuple[Trial, ...]
 
     @property
     def cost(self) -> float:
-        """MACs spent on all trials, in units of one whole training of the dense model."""
+        """MACs spent on all trials, relative to one training of the dense model."""
         return sum(trial.spent for trial in self.trials)
 
     @property
@@ -49,11 +49,11 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class Tuned(_Outcome):
-    """How a search for a model within constraints ended, and all of its trials."""
+    """Result of a search for a model within limits."""
 
     status: Literal["satisfied", "params_only", "infeasible"]
     chosen: Trial | None
-    """Satisfied: the trial that met both constraints; params_only: the last within `max_params`."""
+    """`satisfied`: the trial that met both limits; `params_only`: the last within `max_params`."""
     max_params: int
     min_accuracy: float
 
@@ -96,11 +96,11 @@ class Front(_Outcome):
         if not self.best:
             return "no trial was completed."
         numbers = ", ".join(str(trial.number) for trial in self.best)
-        return f"from the smallest to the most accurate, none is beaten in both: trials {numbers}."
+        return f"best trade-offs, from the smallest to the most accurate: trials {numbers}."
 
 
 def _table(trials: Sequence[Trial]) -> str:
-    """Lay out trials, one to a row; columns without any entry are left out."""
+    """Return trials as a table without empty columns."""
     header = ["trial", "λ", "lr", "epoch", "accuracy", "params", "MACs", "cost", "ended", "where"]
     rows = [[str(t.number), *_cells(t), t.status, t.where] for t in trials]
     used = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
@@ -134,8 +134,37 @@ def tune(
     watch: Callable[[Trial], None] = lambda trial: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Tuned:
-    """Halve λ from `largest` to `smallest` until a model meets both constraints (Algorithm 2).
+    """Halve λ from `largest` to `smallest` until a model meets both limits (Algorithm 2).
 
+    A trial ends at the first epoch that meets both limits, or whose model has fewer than `few` ×
+    `max_params` params. The search ends with a trial that meets both, or with one that ends above
+    `max_params`: a smaller λ would only give larger models.
+
+    Args:
+        objective: Called as `objective(penalty, report)`; trains one model and calls
+            `report(Reached(…))` after each epoch, which raises where the trial ends. A
+            `TrainingError` ends its trial; any other exception ends the search, and the trial is
+            queued again.
+        max_params: Largest number of parameters.
+        min_accuracy: Least accuracy on validation data.
+        largest: The first λ.
+        smallest: The bound of the last λ.
+        few: Share of `max_params` below which a trial ends as too sparse.
+        storage: A path, or the URL of a database; in memory if None. Processes with the same
+            storage and name share the search, and a search that was stopped continues.
+        name: Name of the search in the storage.
+        about: Description of what is trained; a search with another one is refused.
+        watch: Called with each trial that starts or ends here.
+        sleep: Called while other processes run the last trials.
+
+    Returns:
+        All trials, and the chosen one.
+
+    Raises:
+        OptionError: If the limits make no sense, or the storage has a search with other settings.
+        TrainingError: If the storage can no longer be used.
+
+    Example:
     >>> def objective(penalty, report):
     ...     model = …  # the same initial weights in every trial
     ...     for epoch in range(epochs):
@@ -143,16 +172,6 @@ def tune(
     ...         report(Reached(epoch + 1, accuracy, params, macs, cost))
     >>> found = tune(objective, max_params=12_000, min_accuracy=0.98, largest=1e-2, smallest=1e-5)
 
-    `report` ends a trial at the first epoch that meets both constraints, and one whose model has
-    fewer than `few` × `max_params` params. The search ends with a trial that meets both, or with
-    one that ends above `max_params`: a smaller λ would only give larger models.
-
-    `storage` is a path or a database's URL; processes that give the same one and the same `name`
-    share the search, and a search that was stopped goes on. `about` describes what is trained, so
-    that a search of something else is not continued by mistake. A `TrainingError` ends its trial;
-    anything else that `objective` raises ends this call, and its trial is queued again. `watch` is
-    told of each trial that starts or ends here. `sleep` is called while all that is left to do is
-    done by others.
     """
     strategy = _Halving(max_params, min_accuracy, largest, smallest, few)
     agreed = {**strategy.settings, **(about or {})}
@@ -173,11 +192,28 @@ def explore(
     watch: Callable[[Trial], None] = lambda trial: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Front:
-    """Search λ and the learning rate, both within limits, for high accuracy at few MACs.
+    """Search λ and the learning rate for high accuracy at few MACs, with Optuna's TPE sampler.
 
-    `objective(penalty, lr, report)` trains one model, as for `tune`, which explains the rest too.
-    Optuna's TPE sampler chooses the settings of each trial from the outcomes of those before it. A
-    search can be extended: the same again with more `trials`.
+    The same call with more `trials` extends the search.
+
+    Args:
+        objective: Called as `objective(penalty, lr, report)`, as for `tune`.
+        trials: Number of trials.
+        penalties: The smallest and the largest λ.
+        rates: The smallest and the largest learning rate.
+        seed: Seed of the sampler.
+        storage: As for `tune`.
+        name: As for `tune`.
+        about: As for `tune`.
+        watch: As for `tune`.
+        sleep: As for `tune`.
+
+    Returns:
+        All trials, and those that no other beats in both accuracy and MACs.
+
+    Raises:
+        OptionError: As for `tune`; also if the objective reports no MACs.
+        TrainingError: As for `tune`.
     """
     strategy = _Tradeoffs(trials, penalties, rates, seed)
     study = open_study(
@@ -190,7 +226,7 @@ def explore(
 
 
 class _Halving:
-    """Algorithm 2: the k-th new trial gets largest / 2^k."""
+    """Algorithm 2 of the paper: the k-th new trial gets largest / 2^k."""
 
     def __init__(
         self, max_params: int, min_accuracy: float, largest: float, smallest: float, few: float
@@ -218,7 +254,7 @@ class _Halving:
     def suggest(self, row: optuna.Trial) -> tuple[float, ...]:
         trials = trials_of(row.study)
         first = [trials[row.number], *earlier(trials[row.number], trials)][-1]
-        # one who asks in the same moment as another may get one that is smaller than the smallest
+        # a process that asks at the same time as another may get a λ below the smallest
         penalty = math.ldexp(self.penalties[0], -_asked(trials[: first.number]))
         return (row.suggest_float("penalty", penalty, penalty, log=True),)
 
@@ -241,7 +277,7 @@ class _Halving:
         return _satisfied(trials) or tried.issuperset(self._needed(trials))
 
     def _needed(self, trials: Sequence[Trial]) -> list[float]:
-        """Return the λ that matter: larger than any whose model has ended too large."""
+        """Return the λ that can matter: larger than any whose model has ended too large."""
         complete = [trial for trial in trials if trial.status == "complete"]
         too_large = [t.penalty or 0.0 for t in complete if _params(t) > self.max_params]
         return [penalty for penalty in self.penalties if penalty > max(too_large, default=0.0)]
@@ -252,7 +288,7 @@ class _Halving:
         within = [trial for trial in ended if _params(trial) <= self.max_params]
         status: Literal["satisfied", "params_only", "infeasible"] = "infeasible"
         chosen = None
-        if satisfied:  # several, if found in the same moment: the one that halving meets first
+        if satisfied:  # several, if found at the same time: the one that halving meets first
             status, chosen = "satisfied", max(satisfied, key=lambda trial: trial.penalty or 0.0)
         elif within:
             status, chosen = "params_only", min(within, key=lambda trial: trial.penalty or 0.0)
@@ -260,7 +296,7 @@ class _Halving:
 
 
 class _Tradeoffs:
-    """A number of trials, where Optuna's TPE looks for the best trade-offs."""
+    """A fixed number of trials, drawn by Optuna's TPE sampler."""
 
     def __init__(
         self, trials: int, penalties: tuple[float, float], rates: tuple[float, float], seed: int
@@ -309,7 +345,7 @@ def _satisfied(trials: Iterable[Trial]) -> bool:
 
 
 def _asked(trials: Iterable[Trial]) -> int:
-    """Count the trials that repeat no other: so many λ have been given out."""
+    """Count the trials that repeat no other, each of which has a λ of its own."""
     return sum(trial.again is None for trial in trials)
 
 

@@ -1,4 +1,4 @@
-"""Where a search is kept: an Optuna study in a journal, in a database or in memory."""
+"""Storage of a search: an Optuna study in a journal, in a database or in memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from maestro_lod.errors import OptionError
 from maestro_lod.files.atomic import waited_for
 
-_STUCK = 30  # seconds, after which a lock that a killed process left on a journal is broken
-_RETRY = 1.0  # seconds, after which a database is opened once more
+_STUCK = 30  # seconds after which the lock file of a killed process is removed
+_RETRY = 1.0  # seconds before a database is opened a second time
 _HEAD = b'{"op_code":'
 _LARGEST = 2**30  # bytes of a journal; a trial takes some thousands
 
@@ -31,7 +31,7 @@ Storage: TypeAlias = str | os.PathLike[str]
 def open_study(
     storage: Storage | None, name: str, directions: Sequence[Direction], about: Mapping[str, Any]
 ) -> optuna.Study:
-    """Open a search, or begin it; refuse one that is about something else."""
+    """Open or create a search; raise OptionError if it has other settings."""
     # a URL may hold a password
     place = re.sub(r"(://[^/@:]*):[^/]*@", r"\1:…@", str(storage or "in memory"))
     try:
@@ -43,25 +43,25 @@ def open_study(
                 directions=directions,
                 load_if_exists=True,
             )
-        # in this order: another process says what it searches before it begins, maybe just now
+        # in this order: another process may be creating the search, and records its settings first
         begun = bool(study.get_trials(deepcopy=False))
-        found = study.user_attrs.get("search")
+        saved = study.user_attrs.get("search")
     except Exception as error:  # of the file system, a driver, a server, a file that is no journal
         raise OptionError(
             f"storage {place} cannot be used ({first_line(error)}). Give a path, or the URL of a "
             "database, such as sqlite:///search.db."
         ) from error
-    wanted = json.loads(json.dumps(about))
-    if found is None and not begun:
-        study.set_user_attr("search", wanted)
-        found = wanted
-    if found is None:
-        raise OptionError(f"{name!r} in storage {place} is no search of ours. Give another name.")
-    for key in [*wanted, *found]:
-        if wanted.get(key) != found.get(key):
+    settings = json.loads(json.dumps(about))
+    if saved is None and not begun:
+        study.set_user_attr("search", settings)
+        saved = settings
+    if saved is None:
+        raise OptionError(f"{name!r} in storage {place} is not a search of lod. Give another name.")
+    for key in [*settings, *saved]:
+        if settings.get(key) != saved.get(key):
             raise OptionError(
-                f"the search {name!r} in storage {place} has {key}={found.get(key)}, not "
-                f"{wanted.get(key)}. Give the same to go on with it, or another name or storage."
+                f"the search {name!r} in storage {place} has {key}={saved.get(key)}, not "
+                f"{settings.get(key)}. Give the same to go on with it, or another name or storage."
             )
     return study
 
@@ -81,7 +81,7 @@ def _opened(storage: Storage | None) -> BaseStorage:
 
 
 def _require_journal(path: Path) -> None:
-    """Refuse a file that cannot be a journal, before it is locked or read as a whole."""
+    """Raise ValueError for a file that cannot be a journal, before it is locked or read."""
     if not path.exists():
         return
     if not path.is_file() and not path.is_dir():  # which opening refuses
@@ -90,14 +90,14 @@ def _require_journal(path: Path) -> None:
         raise ValueError(f"it has {size:,} bytes, more than any journal")
     with path.open("rb") as file:
         if file.read(len(_HEAD)) not in (b"", _HEAD):
-            raise ValueError("the file is no journal of Optuna's")
+            raise ValueError("the file is not a journal of Optuna")
 
 
 def _lock_on(path: Path) -> JournalFileOpenLock:
-    """Return the system's lock on a journal; where there is none, a file that says it is locked.
+    """Return the system's lock on a journal; without one, a lock file.
 
-    Not Optuna's default, a symbolic link: if its owner is killed, relative to the journal's own
-    directory it leads nowhere, and then those who come later wait for ever.
+    Optuna's default is a symbolic link. If its owner is killed and the path is relative, the link
+    is broken and later processes wait for ever.
     """
     lock = _SystemLock(path)
     try:
@@ -109,9 +109,9 @@ def _lock_on(path: Path) -> JournalFileOpenLock:
 
 
 class _SystemLock(JournalFileOpenLock):
-    """A lock on the journal itself: it ends with its owner, however that ends, and leaves nothing.
+    """Lock on the journal itself, which the system releases when its owner is killed.
 
-    A file beside the journal would stay after a kill, and others wait until they break it.
+    A lock file would remain after a kill, and other processes would wait until they break it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,24 +125,27 @@ class _SystemLock(JournalFileOpenLock):
         return True
 
     def release(self) -> None:
-        held, self._held = self._held, ExitStack()  # the next one may have it before this returns
+        held, self._held = (
+            self._held,
+            ExitStack(),
+        )  # another process may acquire it before this returns
         held.close()
 
 
 def _database(url: str) -> RDBStorage:
-    # sqlite makes others wait while one writes, by default not for long
+    # processes wait for a writer, by default only for 5 seconds
     options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
     try:
         return RDBStorage(url, engine_kwargs=options)
-    except Exception:  # of two who make its tables in the same moment, one fails
+    except Exception:  # of two processes that create the tables at the same time, one fails
         time.sleep(_RETRY)
         return RDBStorage(url, engine_kwargs=options)
 
 
 def _mend(path: Path, lock: JournalFileOpenLock) -> None:
-    """Cut off what a power cut or a full disk left of a journal's last line, in place.
+    """Remove an incomplete last line, left by a power cut or a full disk, from a journal.
 
-    The next entry would be written behind it, and both be lost.
+    The next entry would be appended to that line, and both would be lost.
     """
     lock.acquire()
     try:

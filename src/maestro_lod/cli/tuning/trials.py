@@ -1,8 +1,4 @@
-"""Trials that several processes share, as rows of an Optuna study.
-
-Whoever opens the same storage works on the same search: each process asks for the next trial,
-trains, and writes down what came out.
-"""
+"""Trials of a search that several processes share, as rows of an Optuna study."""
 
 from __future__ import annotations
 
@@ -21,21 +17,26 @@ from maestro_lod.errors import OptionError, require_whole
 Status: TypeAlias = Literal[
     "waiting", "running", "satisfied", "too sparse", "complete", "failed", "over", "stopped"
 ]
-"""`over`: no longer needed. `stopped`: killed or interrupted, and queued again as another trial."""
+"""`over`: no longer needed. `stopped`: killed or interrupted, and repeated by another trial."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """What a model in training has reached at the end of an epoch."""
+    """State of a training at the end of an epoch.
+
+    Args:
+        epoch: Number of finished epochs.
+        accuracy: Accuracy on validation data.
+        params: Parameters of the deployed model, each layer dense or factored.
+        macs: MACs of the deployed model; only `explore` needs them.
+        cost: MACs spent on the training so far, relative to one dense training.
+    """
 
     epoch: int
     accuracy: float
-    """On validation data."""
     params: int
-    """Of the deployed model, each layer dense or factored, whichever is cheaper."""
     macs: int | None = None
     cost: float = 0.0
-    """MACs spent on it so far, in units of one whole training of the dense model."""
 
     def __post_init__(self) -> None:
         for name in ("epoch", "params", "macs"):
@@ -48,7 +49,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial of a search, as its storage knows it."""
+    """One trial of a search, as its storage describes it."""
 
     number: int
     status: Status
@@ -56,7 +57,7 @@ class Trial:
     lr: float | None
     reached: Reached | None
     spent: float
-    """Like `Reached.cost`, without what an earlier trial had spent that this one continued."""
+    """Like `Reached.cost`, without the cost of the earlier trial that this one resumed."""
     where: str
     reason: str
     again: int | None
@@ -64,7 +65,7 @@ class Trial:
 
     @classmethod
     def of(cls, row: FrozenTrial) -> Trial:
-        """Read a trial off its row, and refuse one that no search has written so."""
+        """Read a trial off its row, and raise OptionError if no search can have written it."""
         try:
             trial = cls._of(row)
             trial._require_possible()
@@ -104,7 +105,7 @@ class Trial:
 
     @property
     def ended(self) -> bool:
-        """Whether its settings have been tried, for better or worse."""
+        """True if the settings of the trial have been tried."""
         return self.status in ("satisfied", "too sparse", "complete", "failed")
 
     def __str__(self) -> str:
@@ -125,7 +126,7 @@ def damaged(number: int, why: str) -> OptionError:
 
 
 def trials_of(study: optuna.Study) -> list[Trial]:
-    """Return all trials of a search, by number; each that was stopped is repeated by another."""
+    """Return all trials of a search by number; raise OptionError if they are inconsistent."""
     trials = [Trial.of(row) for row in study.get_trials(deepcopy=False)]
     repeated = {trial.again for trial in trials}
     for trial in trials:
@@ -135,7 +136,7 @@ def trials_of(study: optuna.Study) -> list[Trial]:
 
 
 def earlier(trial: Trial, trials: Sequence[Trial]) -> list[Trial]:
-    """Return the stopped trials that a trial repeats, the last one first."""
+    """Return the stopped trials that a trial repeats, last one first."""
     repeated = []
     while trial.again is not None:
         trial = trials[trial.again]
@@ -144,7 +145,7 @@ def earlier(trial: Trial, trials: Sequence[Trial]) -> list[Trial]:
 
 
 class Enough(Exception):
-    """What a report raises where its trial should end; an objective must let it pass."""
+    """Raised by a report to end its trial; an objective must not catch it."""
 
     def __init__(self, status: Status) -> None:
         super().__init__(status)
@@ -152,7 +153,7 @@ class Enough(Exception):
 
 
 class Report:
-    """Tells a search what a trial has reached; raises `Enough` where the trial should end."""
+    """Reports the epochs of a trial to the search; raises `Enough` to end the trial."""
 
     def __init__(
         self,
@@ -162,13 +163,13 @@ class Report:
     ) -> None:
         self.number: int = row.number
         self.repeats = tuple(trial.number for trial in repeats)
-        """The stopped trials that this one repeats, the last one first."""
+        """The stopped trials that this one repeats, last one first."""
         self._known = max((t.reached.cost for t in repeats if t.reached is not None), default=0.0)
         self.last: Reached | None = None
         self._row, self._judge = row, judge
 
     def __call__(self, reached: Reached, *, resumed: bool = False) -> None:
-        """Report the end of an epoch, or where an earlier trial had come that this one resumes."""
+        """Report the end of an epoch, or the state of the earlier trial that this one resumes."""
         self.last = reached
         if resumed:
             # a trial may be killed after it saved an epoch and before it reported it
@@ -178,11 +179,13 @@ class Report:
             raise Enough(status)
 
     def note(self, where: str) -> None:
-        """Write down where the model of this trial can be found, for people."""
+        """Record the place of the trial's model."""
         self._write("where", where)
 
     def _write(self, key: str, value: Any) -> None:
         try:
             self._row.set_user_attr(key, value)
-        except UpdateFinishedTrialError:  # we were thought dead, and another one took over
+        except (
+            UpdateFinishedTrialError
+        ):  # another process took this one for dead and repeats the trial
             raise Enough("stopped") from None

@@ -1,7 +1,8 @@
-"""One process's part of a search: it does trials until the outcome is certain.
+"""Worker of a search: run trials until the outcome is certain.
 
-A process that was killed leaves its trial behind without a sign of life; another one queues that
-trial again.
+A trial whose process was killed is queued again by another worker. Optuna's own heartbeats do that
+in databases only, not in the journal of a shared folder, and lose the trial if the process that
+queues it is killed between two writes.
 """
 
 from __future__ import annotations
@@ -33,51 +34,51 @@ from maestro_lod.cli.tuning.trials import (
 )
 from maestro_lod.errors import OptionError, TrainingError
 
-_LOOK = 1.0  # seconds between two looks at the trials of others, where nothing else is to do
-_BEAT = 30.0  # seconds between two signs of life of a running trial
-_PATIENCE = 300.0  # seconds without one, after which a trial counts as dead
+_LOOK = 1.0  # seconds between two looks at the trials of other processes
+_BEAT = 30.0  # seconds between two heartbeats of a running trial
+_PATIENCE = 300.0  # seconds without a heartbeat, after which a trial counts as dead
 
 
 class Strategy(Protocol):
-    """Which settings a trial gets, when it ends, and when the search does."""
+    """Rules of a search: settings of a trial, end of a trial, end of the search."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What all who share a search must agree on."""
+        """Settings that all processes of a search must share."""
 
     def suggest(self, row: optuna.Trial) -> tuple[float, ...]:
-        """Draw the settings of a trial, in the order in which the objective takes them."""
+        """Return the settings of a trial, in the order of the objective's arguments."""
 
     def ends(self, reached: Reached) -> Status | None:
-        """Say how a trial ends at this place, if it does."""
+        """Return the status with which a trial ends here; None if it goes on."""
 
     def values(self, reached: Reached) -> list[float]:
-        """Return the accuracy to maximize and, where MACs are to be saved too, those."""
+        """Return the accuracy to maximize and, in a search for trade-offs, the MACs."""
 
     def needless(self, trial: Trial, trials: Sequence[Trial]) -> bool:
-        """Say whether a trial cannot change the outcome any more."""
+        """Return True if a trial can no longer change the outcome."""
 
     def more(self, trials: Sequence[Trial]) -> bool:
-        """Say whether there are trials that nobody has asked for."""
+        """Return True if there are trials left to start."""
 
     def done(self, trials: Sequence[Trial]) -> bool:
-        """Say whether the outcome is certain."""
+        """Return True if the outcome is certain."""
 
 
 @dataclass
 class Worker:
-    """This process's part of a search."""
+    """One process of a search."""
 
     strategy: Strategy
     objective: Callable[..., object]
     study: optuna.Study
     watch: Callable[[Trial], None] = lambda trial: None
     sleep: Callable[[float], None] = time.sleep
-    _signs: dict[int, tuple[Any, float]] = field(default_factory=dict)
-    """The last sign of life of each running trial, and when we first saw it."""
+    _last_beats: dict[int, tuple[Any, float]] = field(default_factory=dict)
+    """Last heartbeat of each running trial, and the time at which this process first saw it."""
 
     def run(self) -> list[Trial]:
-        """Do trials until the search is done, and return all of them."""
+        """Run trials until the search is done, and return all of them."""
         try:
             while True:
                 self._queue_dead_again()
@@ -104,10 +105,10 @@ class Worker:
     def _do_one(self) -> None:
         row = self.study.ask()
         try:
-            with _signs_of_life(row):
+            with _heartbeats(row):
                 self._do(row)
         except BaseException:
-            with suppress(OptunaError, OSError):  # what was raised first is what matters
+            with suppress(OptunaError, OSError):  # the first error is the one to raise
                 self._queue_again(row.number)
             raise
 
@@ -115,7 +116,7 @@ class Worker:
         given = self.strategy.suggest(row)
         trials = trials_of(self.study)
         trial, before = trials[row.number], trials[: row.number]
-        # two who found a dead trial in the same moment have both queued it
+        # two processes that found a dead trial at the same time have both queued it
         twice = trial.again is not None and any(t.again == trial.again for t in before)
         if twice or self.strategy.needless(trial, trials):
             self._end(row, "over")
@@ -127,7 +128,7 @@ class Worker:
         self.watch(trials_of(self.study)[row.number])
 
     def _outcome(self, report: Report, given: tuple[float, ...]) -> tuple[Status, str]:
-        """Run the objective and say how it ended; what has to end the search too is raised."""
+        """Run the objective and return its status and reason; raise what ends the search too."""
         try:
             self.objective(*given, report)
             if report.last is None:
@@ -140,7 +141,7 @@ class Worker:
             raise
         except Exception:
             if trials_of(self.study)[report.number].status == "stopped":
-                return "stopped", ""  # another took over, and moved the files away from under us
+                return "stopped", ""  # another process took over the trial and its files
             raise
         return "complete", ""
 
@@ -154,7 +155,7 @@ class Worker:
     def _end(
         self, row: optuna.Trial, status: Status, reason: str = "", reached: Reached | None = None
     ) -> None:
-        if status == "stopped":  # by another, who has written it down
+        if status == "stopped":  # by another process, which has recorded it
             return
         state, values = TrialState.COMPLETE, None
         if status in ("failed", "over"):
@@ -162,7 +163,7 @@ class Worker:
         else:
             assert reached is not None
             values = self.strategy.values(reached)
-        with suppress(UpdateFinishedTrialError):  # another took over just now
+        with suppress(UpdateFinishedTrialError):  # another process has just taken over
             row.set_user_attr("reason", reason)
             row.set_user_attr("ended", status)
             self.study.tell(row, values, state, skip_if_finished=True)
@@ -175,7 +176,7 @@ class Worker:
                 self._queue_again(row.number)
 
     def _queue_again(self, number: int) -> None:
-        """Stop a trial and queue its settings; safe if several do it, or one is killed halfway."""
+        """Stop a trial and queue its settings; safe with several processes and against kills."""
         trials = trials_of(self.study)
         trial = trials[number]
         if trial.status != "running":
@@ -187,24 +188,24 @@ class Worker:
         self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def _dead(self, row: FrozenTrial) -> bool:
-        """Say whether a trial's process is known to have ended, or has long shown no sign of life.
+        """Return True if the process of a trial has ended, or has sent no heartbeat for long.
 
-        Signs are compared with each other and timed by our own clock: clocks of others may be off.
+        Heartbeats are timed by the clock of this process: clocks of other machines may be wrong.
         """
         notes, now = row.user_attrs, time.monotonic()
         processes, process = notes.get("owner", (None, None))
         if processes is not None and processes == _process_table() and process != _alive(process):
             return True
         sign = process, notes.get("beat"), notes.get("reached")
-        before, since = self._signs.get(row.number, (None, now))
+        before, since = self._last_beats.get(row.number, (None, now))
         if sign != before:
-            self._signs[row.number] = sign, now
+            self._last_beats[row.number] = sign, now
             return False
         return now - since >= _PATIENCE
 
 
 def _process_table() -> str | None:
-    """Name the table that our process id belongs to; None where the system does not say."""
+    """Return an id of the process table of this process; None if the system has none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -213,10 +214,7 @@ def _process_table() -> str | None:
 
 
 def _alive(process: object) -> str | None:
-    """Return a process's number and when it began, so that no other one is taken for it.
-
-    None if it has ended, even if its parent has not asked how: then the system still lists it.
-    """
+    """Return the number and start time of a process; None if it has ended or is a zombie."""
     number = str(process).split()[0]
     try:
         state, *others = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
@@ -226,15 +224,15 @@ def _alive(process: object) -> str | None:
 
 
 @contextmanager
-def _signs_of_life(row: optuna.Trial) -> Iterator[None]:
-    """Write down whose trial it is, and from time to time that we live."""
+def _heartbeats(row: optuna.Trial) -> Iterator[None]:
+    """Record the process of a trial, and heartbeats while it runs."""
     finished = threading.Event()
 
     def beat() -> None:
         for number in count(1):
             if finished.wait(_BEAT):
                 return
-            with suppress(OptunaError, OSError):  # if it lasts, the next report meets it too
+            with suppress(OptunaError, OSError):  # if it lasts, the next report fails too
                 row.set_user_attr("beat", number)
 
     row.set_user_attr("owner", [_process_table(), _alive(os.getpid())])
