@@ -10,8 +10,8 @@ import traceback
 from typing import Annotated, Any
 
 from maestro_lod.cli.memory import keep_freed_memory
-from maestro_lod.errors import CheckpointError, MaestroError, TrainingError, nearest
-from maestro_lod.installing import install
+from maestro_lod.errors import CheckpointError, MaestroError, TrainingError, suggest
+from maestro_lod.text import install_command
 from maestro_lod.version import __version__
 
 try:
@@ -21,7 +21,7 @@ try:
     from maestro_lod.cli.terminal import complain
     from maestro_lod.cli.user_code import OwnCodeError
 except ImportError as missing:  # packages of the extra `cli`
-    sys.exit(f"lod needs more than the library itself ({missing}): {install('cli')}")
+    sys.exit(f"lod needs more than the library itself ({missing}): {install_command('cli')}")
 
 COMMANDS = {
     "train": (
@@ -108,7 +108,7 @@ class _Commands(TyperGroup):
             if old in _RENAMED:
                 ctx.fail(f"{old.removeprefix(f'{name} ')!r} is called {_RENAMED[old]!r} now.")
         if name not in COMMANDS:
-            ctx.fail(f"No such command {name!r}.{nearest(name, COMMANDS)}")
+            ctx.fail(f"No such command {name!r}.{suggest(name, COMMANDS)}")
         return name, _load(name, with_settings=name == "train" and "--help" in rest), rest
 
 
@@ -181,7 +181,9 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         code = complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}.", 1)
     except ModuleNotFoundError as error:
-        code = complain(f"lod needs more than the library itself ({error}): {install('cli')}", 1)
+        code = complain(
+            f"lod needs more than the library itself ({error}): {install_command('cli')}", 1
+        )
     except Exception as error:
         if "embedded null" in str(error):
             sys.exit(complain("a path contains a NUL character. Give another path.", 2))

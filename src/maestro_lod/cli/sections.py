@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from maestro_lod.cli.yaml_settings import shown
-from maestro_lod.errors import listed, nearest
+from maestro_lod.errors import listed, suggest
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -127,7 +127,7 @@ def _explain(problem: ErrorDetails, recipe: type[BaseModel]) -> str:
     kind, value, context = problem["type"], problem.get("input"), problem.get("ctx", {})
     if kind == "extra_forbidden":
         known = [*section.model_fields]
-        hint = nearest(key.rpartition(".")[2], known)
+        hint = suggest(key.rpartition(".")[2], known)
         return f"there is no setting {key!r}.{hint} Known: {', '.join(known)}."
     if kind == "missing":
         return f"{key!r} is missing."
@@ -135,7 +135,7 @@ def _explain(problem: ErrorDetails, recipe: type[BaseModel]) -> str:
         key, value = f"{key}.name", value.get("name") if isinstance(value, Mapping) else value
     if kind in ("union_tag_invalid", "literal_error"):
         known = re.findall("'([^']*)'", context.get("expected_tags", context.get("expected", "")))
-        hint = nearest(str(value), known)
+        hint = suggest(str(value), known)
         return f"{key}={shown(value)} is unknown.{hint} Known: {listed(known)}."
     message = _MESSAGES.get(kind, problem["msg"])
     message = (

@@ -26,7 +26,7 @@ class Attention(nn.Module):
     out_proj: nn.Module
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
-    handed_over: tuple[str, ...] = ()
+    user_attributes: tuple[str, ...] = ()
     """The names of what a user had put on torch's layer."""
     applies_parts = False
     read_by_dense = ("out_proj",)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from maestro_lod.layers.lowrank import (
-    MOVING_ONE_VALUE,
+    INTERMEDIATE_COST,
     LowRank,
     Rows,
     with_parameters,
@@ -89,7 +89,7 @@ class AnyConv(LowRank):
         """Give (out, in) the layout of a 1×1 convolution's weight."""
         return weight.view(*weight.shape, *[1] * self.dimensions)
 
-    def computed_rank(self, rank: int) -> int:
+    def padded_rank(self, rank: int) -> int:
         if self.groups == 1 or self.u.device.type != "cpu" or torch.compiler.is_compiling():
             return rank
         return 8 if rank <= 8 else -(-rank // 16) * 16
@@ -100,12 +100,12 @@ class AnyConv(LowRank):
         return "hardly faster, as groups of few channels are slow" if grouped else ""
 
     @property
-    def moving_one_value(self) -> int:
-        return MOVING_ONE_VALUE if self.groups == 1 else _MOVING_ONE_VALUE_OF_A_GROUP
+    def intermediate_cost(self) -> int:
+        return INTERMEDIATE_COST if self.groups == 1 else _MOVING_ONE_VALUE_OF_A_GROUP
 
     def _padded(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Fill factors up with ranks of zeros to the number that is computed."""
-        missing = self.computed_rank(v.shape[0]) - v.shape[0]
+        missing = self.padded_rank(v.shape[0]) - v.shape[0]
         if missing == 0:
             return u, v
         behind_u, behind_v = [0, 0] * (u.ndim - 2), [0, 0] * (v.ndim - 1)

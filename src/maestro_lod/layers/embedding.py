@@ -118,7 +118,7 @@ class SharedHead(nn.Module):
     kind = "SharedHead"
     replaces = nn.Linear
     bias: nn.Parameter | None
-    handed_over: tuple[str, ...] = ()
+    user_attributes: tuple[str, ...] = ()
     """The names of what a user had put on the linear layer."""
 
     def __init__(self, embedding: LowRankEmbedding, bias: nn.Parameter | None) -> None:

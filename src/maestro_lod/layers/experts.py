@@ -100,7 +100,7 @@ class StackedProduct(nn.Module):
 class Experts(nn.Module):
     """Routed experts whose stacked weights are stacks of any kind, by the original's names."""
 
-    handed_over: tuple[str, ...] = ()
+    user_attributes: tuple[str, ...] = ()
     """The names of what a user had put on the original layer."""
     applies_parts = False
     _transposed_unless_said = False

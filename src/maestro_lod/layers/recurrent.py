@@ -49,7 +49,7 @@ class Product(nn.Module):
 class Recurrent(nn.Module):
     """`nn.LSTM`, `nn.GRU` or `nn.RNN` whose weights are matrices of any kind, by torch's names."""
 
-    handed_over: tuple[str, ...] = ()
+    user_attributes: tuple[str, ...] = ()
     """The names of what a user had put on torch's layer."""
     applies_parts = True
 

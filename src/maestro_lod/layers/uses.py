@@ -11,19 +11,19 @@ from torch import nn
 from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.layers.registry import is_opened
+from maestro_lod.layers.registry import is_unpacked
 
-Costed: TypeAlias = LowRank | SharedHead
+FactorUser: TypeAlias = LowRank | SharedHead
 Role: TypeAlias = Literal["low-rank", "shared", "opened"]
 
 
-def role_of(module: nn.Module | None) -> Role | None:
+def module_role(module: nn.Module | None) -> Role | None:
     """Say what a module stands for in a low-rank model, None for a layer of the dense one."""
     if isinstance(module, LowRank):
         return "low-rank"
     if isinstance(module, SharedHead):
         return "shared"
-    return "opened" if module is not None and is_opened(module) else None
+    return "opened" if module is not None and is_unpacked(module) else None
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Use:
     """Of the module that says what it costs."""
     owner: str
     """The low-rank layer whose factors they are."""
-    costs: Costed
+    costs: FactorUser
     caller: str
     """The module whose inputs say at how many positions."""
     positions_of: Callable[..., int]
@@ -50,7 +50,7 @@ class Use:
         return self.costs if isinstance(self.costs, SharedHead) else None
 
 
-def uses_of(model: nn.Module) -> list[Use]:
+def factor_uses(model: nn.Module) -> list[Use]:
     """Return all uses of factors in the order of the model's modules."""
     modules = dict(model.named_modules())
     name_of = {id(layer): name for name, layer in low_rank_layers(model).items()}
@@ -63,7 +63,7 @@ def uses_of(model: nn.Module) -> list[Use]:
         elif isinstance(module, LowRank):
             above = name.rpartition(".")[0]
             parent: Any = modules[above] if name else None
-            inside = parent is not None and is_opened(parent) and parent.applies_parts
+            inside = parent is not None and is_unpacked(parent) and parent.applies_parts
             caller, asked = (above, parent) if inside else (name, module)
             uses.append(Use(name, name, module, caller, asked.positions_of))
     return uses

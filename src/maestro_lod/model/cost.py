@@ -16,7 +16,7 @@ from torch import nn
 from maestro_lod.errors import OptionError, listed
 from maestro_lod.layers.lowrank import LowRank, PlainForm
 from maestro_lod.layers.ranks import low_rank_layers, require_low_rank, unwrapped
-from maestro_lod.layers.uses import Use, uses_of
+from maestro_lod.layers.uses import Use, factor_uses
 from maestro_lod.model.inputs import Example
 from maestro_lod.model.macs import DenseMacs, dense_macs
 from maestro_lod.text import Table, Tabular
@@ -146,7 +146,7 @@ class _DeployedLayer:
 
 def _deployed_layers(model: nn.Module) -> dict[str, _DeployedLayer]:
     uses: dict[str, list[Use]] = {name: [] for name in require_low_rank(model)}
-    for use in uses_of(unwrapped(model)):
+    for use in factor_uses(unwrapped(model)):
         uses[use.owner].append(use)
     layers = low_rank_layers(model)
     return {name: _DeployedLayer(layers[name], tuple(own)) for name, own in uses.items()}

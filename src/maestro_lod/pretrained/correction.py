@@ -26,7 +26,7 @@ from maestro_lod.layers.ranks import (
     unwrapped,
 )
 from maestro_lod.model.inputs import ModelInputs, device_of, in_mode, split_batch
-from maestro_lod.model.structure import OPENED, restructured_copy, structure_of
+from maestro_lod.model.structure import UNPACKED, restructured_copy, structure_of
 from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.calibration import Batches, Calibration
 from maestro_lod.sizes.whitening import whitened_factors
@@ -97,7 +97,7 @@ def correct(
 
 def _opened_alike(teacher: nn.Module, model: nn.Module) -> nn.Module:
     """Return the teacher, or a copy of it in which the modules are opened that the model opened."""
-    opened = {name: form for name, form in structure_of(model).items() if form == OPENED}
+    opened = {name: form for name, form in structure_of(model).items() if form == UNPACKED}
     return restructured_copy(teacher, opened) if opened else teacher
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from maestro_lod.errors import LayerError, OptionError, listed, nearest, require_whole
+from maestro_lod.errors import LayerError, OptionError, listed, require_whole, suggest
 from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
 from maestro_lod.model.cost import Costs
@@ -19,7 +19,7 @@ from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import Example, Objective, require_number
 from maestro_lod.model.limits import Size
 from maestro_lod.model.macs import DenseMacs, dense_macs
-from maestro_lod.progress import OnProgress, Telling
+from maestro_lod.progress import OnProgress, ProgressLine
 from maestro_lod.sizes.replay import Replay, alone_with
 from maestro_lod.sizes.strategies import METHODS, Search, Submodel, at_given_ranks
 
@@ -170,14 +170,14 @@ def require_method(method: str) -> None:
     """Refuse a search method that does not exist."""
     if method not in METHODS:
         raise OptionError(
-            f"method={method!r} is not known.{nearest(str(method), METHODS)} Choose one of "
+            f"method={method!r} is not known.{suggest(str(method), METHODS)} Choose one of "
             f"{listed(METHODS)}."
         )
 
 
 def _usual_progress() -> OnProgress:
     """Return what reports the progress of a search by default."""
-    tell = Telling("frontier")
+    tell = ProgressLine("frontier")
     return lambda done, total, note: tell(lambda: note)
 
 

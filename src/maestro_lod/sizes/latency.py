@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
+from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, suggest
 from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank, PlainForm
 from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve, resolve_for, unwrapped
-from maestro_lod.layers.uses import Use, uses_of
+from maestro_lod.layers.uses import Use, factor_uses
 from maestro_lod.model.inputs import Example, ModelInputs, device_of, drawn, in_mode
 from maestro_lod.model.surgery import extract
 from maestro_lod.sizes.timing import interleaved, ratios, run
@@ -107,7 +107,7 @@ class Latency(Tabular):
         """Return the form of a layer that is not slower than its dense form at this rank."""
         if name not in self.layers:
             raise LayerError(
-                f"{name or '(the model itself)'} was not measured.{nearest(name, self.layers)} "
+                f"{name or '(the model itself)'} was not measured.{suggest(name, self.layers)} "
                 f"Measured: {listed(self.layers)}. Call latency on the model that you extract."
             )
         return self.layers[name].choose(rank)
@@ -292,7 +292,7 @@ def _recorded_calls(model: nn.Module, call: ModelInputs) -> dict[str, list[_Laye
 
     handles = [
         modules[use.name].register_forward_pre_hook(noting(use), with_kwargs=True)
-        for use in uses_of(unwrapped(model))
+        for use in factor_uses(unwrapped(model))
     ]
     try:
         run(model, call)

@@ -13,7 +13,7 @@ from torch import nn
 
 from maestro_lod.errors import LayerError
 from maestro_lod.model.inputs import ModelInputs
-from maestro_lod.progress import Telling
+from maestro_lod.progress import ProgressLine
 
 ROUNDS = 15
 """Of a timing that is shown to users."""
@@ -53,7 +53,7 @@ def interleaved(
         call()
     times: dict[Any, list[float]] = {key: [] for key in variants}
     keys, draw = list(variants), random.Random(0)
-    tell = Telling("measuring")
+    tell = ProgressLine("measuring")
     for done in range(rounds):
         start = draw.randrange(len(keys))  # neighbours, which are compared, stay neighbours
         for key in keys[start:] + keys[:start]:

@@ -19,13 +19,13 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.amounts import amount_of
 from maestro_lod.distributed.shards import zero_behind_
 from maestro_lod.errors import OptionError, listed, require_whole
 from maestro_lod.model.cost import Cost
 from maestro_lod.model.inputs import Example
 from maestro_lod.sizes.allocation import allocation, frozen_layers, smallest_cost
 from maestro_lod.sizes.rank_order import order_ranks
+from maestro_lod.text import parse_size
 from maestro_lod.train.gradient_scaling import scale_gradients
 from maestro_lod.train.method import RunPlan, setting
 from maestro_lod.train.progress import MethodRecord
@@ -42,7 +42,7 @@ def _amount(value: Any) -> Any:
         raise ValueError("must be a number, not true or false")
     if value is not None and not isinstance(value, int | float | str):
         raise ValueError("must be a number")
-    return amount_of(value) if isinstance(value, str) else value
+    return parse_size(value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Budget:
             raise OptionError("a budget needs either params or macs, such as params=0.2.")
         given: Any = self._given
         if isinstance(given, str):
-            given = amount_of(given, f"the budget's {self.kind}")
+            given = parse_size(given, f"the budget's {self.kind}")
             object.__setattr__(self, self.kind, given)
         real = isinstance(given, numbers.Real) and not isinstance(given, bool)
         if not real or not 0 < given < math.inf or (given > 1 and given != round(given, 0)):

@@ -36,7 +36,7 @@ from maestro_lod.model.inputs import (
     on_device,
     split_batch,
 )
-from maestro_lod.progress import Telling
+from maestro_lod.progress import ProgressLine
 from maestro_lod.train.dense import Dense
 from maestro_lod.train.diagnostics import (
     require_finite_parameters,
@@ -323,7 +323,7 @@ def _batches(train_data: Iterable[Batch], seed: int, progress: Progress) -> Iter
 
 def default_watch(epochs: int) -> Watch:
     """Return callbacks that write a progress line every few seconds, where progress is shown."""
-    tell = Telling("fit")
+    tell = ProgressLine("fit")
 
     def place(progress: Progress) -> str:
         if progress.batch or not progress.history:

@@ -12,8 +12,8 @@ from maestro_lod.errors import (
     OptionError,
     TrainingError,
     listed,
-    nearest,
     require_seed,
+    suggest,
 )
 from maestro_lod.layers.ranks import require_low_rank
 from maestro_lod.train.steps import live_ranks
@@ -50,7 +50,7 @@ class RankSampler:
     def __init__(self, model: nn.Module, *, strategy: str = "pairs", seed: int = 0) -> None:
         if not isinstance(strategy, str) or strategy not in STRATEGIES:
             raise OptionError(
-                f"sampling strategy {strategy!r} is not known.{nearest(str(strategy), STRATEGIES)} "
+                f"sampling strategy {strategy!r} is not known.{suggest(str(strategy), STRATEGIES)} "
                 f"Choose from {listed(STRATEGIES)}."
             )
         self._model, self._layers = model, require_low_rank(model)
@@ -83,10 +83,7 @@ class RankSampler:
             return missed
 
         return {
-            name: [
-                at_least(b) - (at_least(b + 1) if b < rank else 0.0)
-                for b in range(1, rank + 1)
-            ]
+            name: [at_least(b) - (at_least(b + 1) if b < rank else 0.0) for b in range(1, rank + 1)]
             for name, rank in ranks.items()
         }
 

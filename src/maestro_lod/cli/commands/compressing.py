@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from maestro_lod.amounts import amount_of
 from maestro_lod.cli.commands import options
 from maestro_lod.cli.quality import Quality
 from maestro_lod.cli.recipe import load_recipe
@@ -25,14 +24,14 @@ from maestro_lod.cli.terminal import say
 from maestro_lod.cli.unfinished import unfinished
 from maestro_lod.cli.user_code import called, own_function, with_article
 from maestro_lod.deploy.export import export
-from maestro_lod.errors import DataError, OptionError, listed, nearest
-from maestro_lod.installing import install
+from maestro_lod.errors import DataError, OptionError, listed, suggest
 from maestro_lod.model.checkpoint import save
 from maestro_lod.model.inputs import ModelInputs, split_batch
 from maestro_lod.model.survey import Tied
 from maestro_lod.pretrained import compression, distillation
-from maestro_lod.progress import OnProgress, Telling, progress_shown
+from maestro_lod.progress import OnProgress, ProgressLine, progress_enabled
 from maestro_lod.sizes.outputs import own_outputs, own_scores, scores_loss
+from maestro_lod.text import install_command, parse_size
 from maestro_lod.train.evaluate import to_evaluate
 
 _FORMATS = ("safetensors", "onnx")
@@ -90,7 +89,7 @@ def compress(
       lod compress ./llama --data stories.jsonl --max-params 0.5 --distill-steps 500 --out small
     """
     formats = _require_formats(to, int8)
-    limit = amount_of(max_params, "--max-params")
+    limit = parse_size(max_params, "--max-params")
     with unfinished(out) as work:
         model, inputs, quality, scores = _opened(source, data, batches)
         tied: Tied = "share" if share_tied else "keep"
@@ -169,7 +168,7 @@ def _opened(
         return model, batches, Quality(model, measured), False
     if source not in (names := recipe_names()) and path.suffix not in (".yaml", ".yml"):
         raise OptionError(
-            f"{source!r} is neither a directory nor a recipe.{nearest(source, names)} For a model "
+            f"{source!r} is neither a directory nor a recipe.{suggest(source, names)} For a model "
             f"on a hub, download it first (hf download {source} --local-dir {path.name}) and give "
             "the directory."
         )
@@ -220,7 +219,7 @@ def _extra(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise OptionError(
-            f"transformers directories need the package: {install('huggingface')}."
+            f"transformers directories need the package: {install_command('huggingface')}."
         ) from None
 
 
@@ -242,12 +241,12 @@ def _bars(quiet: bool) -> Iterator[OnProgress]:
     """Show the stage, its progress, and the time that it will still take."""
     console = Console()
     if quiet or not console.is_terminal:
-        lines: dict[str, Telling] = {}
+        lines: dict[str, ProgressLine] = {}
 
         def tell(done: int, total: int, note: str) -> None:
-            lines.setdefault(note, Telling(note))(lambda: f"{done} of {total}")
+            lines.setdefault(note, ProgressLine(note))(lambda: f"{done} of {total}")
 
-        with progress_shown(not quiet):
+        with progress_enabled(not quiet):
             yield tell
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
