@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from interleaved import RESULTS, write
-from pretrained import Bench
 from pretrained_models import CASES
 from torch import nn
 
 from maestro_lod.model.inputs import call
+from pretrained import Bench
 
 STEPS, SHARE = 60, 0.7
 RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)

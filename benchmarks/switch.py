@@ -1,4 +1,4 @@
-"""Where does composing the factors beat applying them one by one? Fits MOVING_ONE_VALUE.
+"""Where does composing the factors beat applying them one by one? Fits INTERMEDIATE_COST.
 
     python benchmarks/switch.py [--rounds 7] [--groups]
 
@@ -66,7 +66,7 @@ def grouped_cases() -> list[tuple[nn.Module, Tensor]]:
 
 def both_ways(layer: LowRank, x: Tensor, rounds: int) -> Times:
     def run(composed: bool) -> None:
-        lowrank.composing_pays = lambda *_: composed
+        lowrank.compose_is_cheaper = lambda *_: composed
         layer(x).sum().backward()
 
     once = seconds({"factored": lambda: run(False)}, rounds=1).median("factored")
@@ -86,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    choose, measured = lowrank.composing_pays, []
+    choose, measured = lowrank.compose_is_cheaper, []
     for dense, x in grouped_cases() if options.groups else cases():
         x.requires_grad_()
         full = low_rank_type(type(dense)).from_dense(dense).full_rank
@@ -101,7 +101,7 @@ def main() -> None:
         logs = []
         for layer, rank, ratio in measured:
             assert layer.positions is not None
-            computed = layer.computed_rank(rank)
+            computed = layer.padded_rank(rank)
             pays = choose(layer.positions, *layer.matrix_shape, computed, candidate)
             logs.append(math.log((ratio if pays else 1.0) / min(ratio, 1.0)))
         regret[candidate] = math.exp(sum(logs) / len(logs))

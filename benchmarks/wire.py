@@ -33,7 +33,7 @@ from maestro_lod import LoD, decompose
 from maestro_lod.baselines.models import resnet18
 from maestro_lod.distributed.shards import zero_behind_
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.plot import svg
+from maestro_lod.model.plot import svg
 
 WORLD, EPOCHS, KEPT = 2, 8, 0.8
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -36,9 +36,9 @@ class LowRankBilinear(LowRank):
     options = ("in1_features", "in2_features", "out_features")
 
     @classmethod
-    def like(cls, dense: Any, rank: int | None = None) -> LowRankBilinear:
+    def from_dense_shape(cls, dense: Any, rank: int | None = None) -> LowRankBilinear:
         out, in1, in2 = dense.weight.shape
-        return cls.empty(dense, rank, (out,), (in1, in2))
+        return cls.allocate(dense, rank, (out,), (in1, in2))
 
     @property
     def in1_features(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from maestro_lod.cli.memory import keep_freed_memory
-from maestro_lod.errors import MaestroError, nearest
+from maestro_lod.errors import MaestroError, suggest
 from paper.record import RESULTS, ROOT, read, write
 from paper.scale import Scale
 
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.items:
         if name not in (*ITEMS, "all", "readme"):
             parser.error(
-                f"there is no item {name!r}.{nearest(name, ITEMS)} Items: {', '.join(ITEMS)}."
+                f"there is no item {name!r}.{suggest(name, ITEMS)} Items: {', '.join(ITEMS)}."
             )
     if not options.items:
         for name in ITEMS:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from maestro_lod.plot import svg
+from maestro_lod.model.plot import svg
 from paper.scale import Scale, row
 
 TITLE = "Beyond the paper: a budget instead of λ"

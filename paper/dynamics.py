@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from maestro_lod.plot import svg
+from maestro_lod.model.plot import svg
 from paper.published import LENET
 from paper.scale import Scale
 

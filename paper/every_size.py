@@ -15,8 +15,8 @@ from maestro_lod.cli.run import Run
 from maestro_lod.cli.setup import loss_of, optimizer_of
 from maestro_lod.cli.trained import Trained, search
 from maestro_lod.errors import OptionError
+from maestro_lod.model.plot import svg
 from maestro_lod.model.surgery import extract
-from maestro_lod.plot import svg
 from maestro_lod.train.finetune import finetune
 from paper.scale import Scale, Setting, row
 

@@ -8,7 +8,7 @@ from maestro_lod.cli.run import Run
 from maestro_lod.cli.trained import Trained, search
 from maestro_lod.layers.ranks import at_ranks
 from maestro_lod.model.frontier import Frontier
-from maestro_lod.plot import svg
+from maestro_lod.model.plot import svg
 from paper.published import LENET
 from paper.scale import Scale, row
 

@@ -10,7 +10,7 @@ from typing import Any
 from maestro_lod.cli.recipe import load_recipe
 from maestro_lod.cli.run import Run
 from maestro_lod.cli.setup import Setup
-from maestro_lod.plot import svg
+from maestro_lod.model.plot import svg
 from maestro_lod.train.evaluate import evaluate
 from maestro_lod.train.progress import Progress
 from maestro_lod.train.record import EpochRecord

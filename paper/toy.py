@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from maestro_lod import LoD, at_ranks, decompose, ranks
-from maestro_lod.plot import svg
+from maestro_lod.model.plot import svg
 from paper.scale import Scale
 
 TITLE = "Figures 2a, 2b, 6 and 7: linear maps, where the answer is known"

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from maestro_lod.errors import MaestroError, OptionError
-from maestro_lod.installing import install
+from maestro_lod.text import install_command
 from maestro_lod.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "optuna":
             raise
-        raise OptionError(f"tune needs Optuna: {install('tune')}.") from error
+        raise OptionError(f"tune needs Optuna: {install_command('tune')}.") from error
     found = globals()[name] = getattr(module, name)
     return found
 

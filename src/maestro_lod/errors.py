@@ -51,7 +51,7 @@ def listed(names: Iterable[str], most: int = 6) -> str:
     return f"{', '.join(shown[:most])}, … ({len(shown)})"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """Return a sentence that names the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

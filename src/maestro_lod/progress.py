@@ -1,8 +1,7 @@
-"""How far something has come, in a line every few seconds: for people who wait, not for pipes.
+"""Rate-limited progress lines on standard error.
 
-There is one switch, `show_progress`. Unless it was set, or the variable LOD_PROGRESS is 0 or 1,
-lines are shown in terminals and notebooks and nowhere else. They go to standard error, and whatever
-takes less than two seconds says nothing.
+`show_progress` is the only switch. Unless it was called, or the variable LOD_PROGRESS is 0 or 1,
+lines are shown in terminals and notebooks only. Work that takes less than two seconds prints none.
 """
 
 from __future__ import annotations
@@ -14,22 +13,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _FIRST, _EVERY = 2.0, 5.0  # seconds until the first line, and between lines
-_asked: bool | None = None
+_switch: bool | None = None
 
 
 def show_progress(on: bool | None = True) -> None:
-    """Show how far trainings, searches and measurements have come; None: where somebody looks.
+    """Show or hide the progress lines of trainings, searches and measurements.
 
-    >>> lod.show_progress()  # also in a log file
+    Args:
+        on: True shows them everywhere, also in log files; False hides them; None, the initial
+            state, shows them in terminals and notebooks.
+
+    Example:
+        >>> lod.show_progress()
     """
-    global _asked
-    _asked = on
+    global _switch
+    _switch = on
 
 
 @contextmanager
-def progress_shown(on: bool) -> Iterator[None]:
+def progress_enabled(on: bool) -> Iterator[None]:
     """Set the switch inside a `with` block."""
-    before = _asked
+    before = _switch
     show_progress(on)
     try:
         yield
@@ -37,34 +41,34 @@ def progress_shown(on: bool) -> Iterator[None]:
         show_progress(before)
 
 
-def _is_shown() -> bool:
-    if _asked is not None:
-        return _asked
-    if (said := os.environ.get("LOD_PROGRESS")) in ("0", "1"):
-        return said == "1"
+def _is_enabled() -> bool:
+    if _switch is not None:
+        return _switch
+    if (variable := os.environ.get("LOD_PROGRESS")) in ("0", "1"):
+        return variable == "1"
     return "ipykernel" in sys.modules or sys.stderr.isatty()
 
 
-class Telling:
-    """Tells of one thing that takes long; called as often as one likes, it writes now and then."""
+class ProgressLine:
+    """The progress of one task: call it at every step, it writes a line every few seconds."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, task: str) -> None:
+        self.task = task
         self._next = time.monotonic() + _FIRST
-        self._has_told = False
+        self._has_written = False
 
     def __call__(self, text: Callable[[], str]) -> None:
-        """Write what `text()` says, if it is time for a line."""
-        if _is_shown() and time.monotonic() >= self._next:
+        """Write the line that `text` returns if one is due."""
+        if _is_enabled() and time.monotonic() >= self._next:
             self._write(text())
 
     def end(self, text: Callable[[], str]) -> None:
-        """Write how it ended, if anything was written before."""
-        if _is_shown() and self._has_told:
+        """Write a last line, unless none was written before."""
+        if _is_enabled() and self._has_written:
             self._write(text())
 
     def _write(self, text: str) -> None:
-        self._has_told = True
+        self._has_written = True
         self._next = time.monotonic() + _EVERY
-        sys.stderr.write(f"{self.what}: {text}\n")
+        sys.stderr.write(f"{self.task}: {text}\n")
         sys.stderr.flush()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import maestro_lod
-from maestro_lod.installing import install
+from maestro_lod.text import install_command
 
 OPTIONAL = {
     *("sklearn", "scipy", "pandas", "matplotlib", "PIL", "yaml", "typer", "click", "rich"),
@@ -116,7 +116,7 @@ except maestro_lod.MaestroError as error:
 """
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert install("tune") in done.stdout
+    assert install_command("tune") in done.stdout
 
 
 def test_every_class_variable_has_a_type() -> None:

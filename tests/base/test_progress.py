@@ -10,7 +10,7 @@ from torch import nn
 
 import maestro_lod as lod
 from maestro_lod import progress as shown
-from maestro_lod.progress import Telling, progress_shown, show_progress
+from maestro_lod.progress import ProgressLine, progress_enabled, show_progress
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +38,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_lines_come_after_two_seconds_and_every_five(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with progress_shown(True):
-        tell = Telling("search")
+    with progress_enabled(True):
+        tell = ProgressLine("search")
         for second in range(14):
             clock.now = second
             tell(lambda second=second: f"{second} s")  # type: ignore[misc]
@@ -50,8 +50,8 @@ def test_lines_come_after_two_seconds_and_every_five(
 
 
 def test_what_is_quick_says_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_shown(True):
-        tell = Telling("search")
+    with progress_enabled(True):
+        tell = ProgressLine("search")
         tell(lambda: "begun")
         tell.end(lambda: "done")
     assert capsys.readouterr().err == ""
@@ -77,7 +77,7 @@ def test_the_switch_beats_the_variable_beats_the_place(
     if variable is not None:
         monkeypatch.setenv("LOD_PROGRESS", variable)
     show_progress(asked)
-    tell = Telling("search")
+    tell = ProgressLine("search")
     clock.now = 3
     tell(lambda: "going on")
     assert bool(capsys.readouterr().err) == expected

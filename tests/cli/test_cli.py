@@ -27,7 +27,7 @@ from maestro_lod.cli.recipe import recipe_names
 from maestro_lod.cli.report import runs as report_runs
 from maestro_lod.cli.run import Run
 from maestro_lod.cli.settings_list import all_settings
-from maestro_lod.installing import install
+from maestro_lod.text import install_command
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
 QUICK = ["data.limit=60", "batch=8", "epochs=1", "threads=1"]
@@ -407,7 +407,9 @@ def test_tensorboard_that_is_not_installed_is_one_line(
     before = contents(tmp_path)
     done = lod("train", "digits", set=["tensorboard=true"])
     assert done.code == 2
-    assert done.err == (f"lod: tensorboard=true needs more packages: {install('tensorboard')}.\n")
+    assert done.err == (
+        f"lod: tensorboard=true needs more packages: {install_command('tensorboard')}.\n"
+    )
     assert contents(tmp_path) == before
 
 

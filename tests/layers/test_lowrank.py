@@ -131,7 +131,7 @@ def truncated_weight(dense: nn.Module, rank: int) -> Tensor:
 @contextmanager
 def computed(way: str) -> Iterator[None]:
     """Force one of the two ways to compute a layer."""
-    with mock.patch.object(lowrank, "composing_pays", lambda *_: way == "composed"):
+    with mock.patch.object(lowrank, "compose_is_cheaper", lambda *_: way == "composed"):
         yield
 
 
@@ -350,7 +350,7 @@ def test_dense_is_cheaper_only_strictly_above_break_even(rank: int, dense_is_che
 def test_the_way_follows_the_shapes(
     positions: int, m: int, n: int, rank: int, composed: bool
 ) -> None:
-    assert lowrank.composing_pays(positions, m, n, rank) is composed
+    assert lowrank.compose_is_cheaper(positions, m, n, rank) is composed
 
 
 # -- rank zero ---------------------------------------------------------------------------------

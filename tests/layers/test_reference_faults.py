@@ -209,7 +209,7 @@ def test_a_convolution_at_rank_zero_has_the_shape_of_its_output(stored: bool) ->
 
 def test_a_small_rank_costs_little_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The factors are cut, not masked: work falls in proportion to the rank."""
-    monkeypatch.setattr(lowrank, "composing_pays", lambda *_: False)
+    monkeypatch.setattr(lowrank, "compose_is_cheaper", lambda *_: False)
     layer, x = lod.decompose(nn.Conv2d(8, 16, 3)), torch.randn(1, 8, 6, 6)
     flops = []
     for rank in (2, 4, 8, 16):

@@ -19,7 +19,7 @@ from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.errors import LayerError, OptionError
 from maestro_lod.layers import LowRankConv, SharedHead, lowrank
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.layers.uses import uses_of
+from maestro_lod.layers.uses import factor_uses
 from maestro_lod.model.cost import Cost, count_params
 from maestro_lod.train.ledger import Ledger
 
@@ -614,7 +614,7 @@ def test_executed_macs_are_what_torch_counts(batch: int, ranks: Any) -> None:
 def test_executed_macs_of_every_kind_are_what_torch_counts(
     sample: tuple[nn.Module, Tensor], rank: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lowrank, "composing_pays", lambda *_: way == "composed")
+    monkeypatch.setattr(lowrank, "compose_is_cheaper", lambda *_: way == "composed")
     dense, x = sample
     layer = lod.decompose(dense, ranks={"": rank})
     counted = counted_macs(layer, x)
@@ -653,8 +653,8 @@ def test_the_ledger_expects_the_mean_over_all_samples() -> None:
         with lod.at_ranks(model, {name: b}):
             executed += counted_macs(model, x)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(lowrank, "composing_pays", lambda *_: False)
-                patch.setattr(LowRankConv, "computed_rank", lambda _, rank: rank)  # no zeros
+                patch.setattr(lowrank, "compose_is_cheaper", lambda *_: False)
+                patch.setattr(LowRankConv, "padded_rank", lambda _, rank: rank)  # no zeros
                 factored += counted_macs(model, x)
     assert cost.executed_macs == pytest.approx(executed / len(pairs), rel=1e-12)
     assert cost.macs == pytest.approx(factored / len(pairs), rel=1e-12)
@@ -786,7 +786,7 @@ def test_a_head_whose_embedding_is_elsewhere_belongs_to_no_layer_here() -> None:
     model = lod.decompose(Language(), tied="share")
     head = next(m for m in model.modules() if isinstance(m, SharedHead))
     part = nn.Sequential(lod.decompose(nn.Linear(8, 8)), head)
-    assert [use.owner for use in uses_of(part)] == ["0"]
+    assert [use.owner for use in factor_uses(part)] == ["0"]
 
 
 class OwnsMatrices(nn.Module):

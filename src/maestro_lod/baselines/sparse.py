@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from maestro_lod.baselines.stages import Staged
 from maestro_lod.errors import OptionError
-from maestro_lod.layers.plain import tables_of
+from maestro_lod.layers.plain import embedding_weights
 from maestro_lod.model.macs import dense_macs
 from maestro_lod.train.method import RunPlan
 from maestro_lod.train.record import MethodRecord
@@ -23,7 +23,7 @@ INDEX_BITS = 32  # of a position, where a map with a bit for every weight would 
 
 def prunable_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the weights that may become zero: matrices and kernels, of embeddings none."""
-    tables = tables_of(model)
+    tables = embedding_weights(model)
     return {
         name: p
         for name, p in model.named_parameters()

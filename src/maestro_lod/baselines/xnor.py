@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from maestro_lod.baselines.binary import Binary, center_and_clamp
 from maestro_lod.baselines.stages import Staged
-from maestro_lod.errors import LayerError, OptionError, nearest
+from maestro_lod.errors import LayerError, OptionError, suggest
 from maestro_lod.layers.plain import is_linear_or_conv
 from maestro_lod.layers.ranks import matches
 from maestro_lod.model.cost import Cost, count_bits, count_params
@@ -35,7 +35,7 @@ class XNORSettings(Settings):
         layers = {name: m for name, m in model.named_modules() if is_linear_or_conv(m)}
         for pattern in self.real:
             if not any(matches(name, pattern) for name in layers):
-                raise LayerError(f"real={pattern!r} matches no layer.{nearest(pattern, layers)}")
+                raise LayerError(f"real={pattern!r} matches no layer.{suggest(pattern, layers)}")
         chosen = [
             name
             for name in [*layers][1:-1]

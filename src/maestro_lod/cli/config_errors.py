@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from maestro_lod.cli.sections import Section
 from maestro_lod.cli.yaml_settings import shown
-from maestro_lod.errors import listed, nearest
+from maestro_lod.errors import listed, suggest
 
 
 def in_one_line(error: ValidationError, section: type[BaseModel]) -> str:
@@ -28,7 +28,7 @@ def _explained(problem: ErrorDetails, recipe: type[BaseModel]) -> str:
     kind, value, context = problem["type"], problem.get("input"), problem.get("ctx", {})
     if kind == "extra_forbidden":
         known = [*section.model_fields]
-        hint = nearest(place.rpartition(".")[2], known)
+        hint = suggest(place.rpartition(".")[2], known)
         return f"there is no setting {place!r}.{hint} Known: {', '.join(known)}."
     if kind == "missing":
         return f"{place!r} is missing."
@@ -36,7 +36,7 @@ def _explained(problem: ErrorDetails, recipe: type[BaseModel]) -> str:
         place, value = f"{place}.name", value.get("name") if isinstance(value, Mapping) else value
     if kind in ("union_tag_invalid", "literal_error"):
         known = re.findall("'([^']*)'", context.get("expected_tags", context.get("expected", "")))
-        hint = nearest(str(value), known)
+        hint = suggest(str(value), known)
         return f"{place}={shown(value)} is unknown.{hint} Known: {listed(known)}."
     message = _MEANING.get(kind, problem["msg"])
     message = (

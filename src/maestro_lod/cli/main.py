@@ -10,8 +10,8 @@ import traceback
 from typing import Annotated, Any
 
 from maestro_lod.cli.memory import keep_freed_memory
-from maestro_lod.errors import CheckpointError, MaestroError, TrainingError, nearest
-from maestro_lod.installing import install
+from maestro_lod.errors import CheckpointError, MaestroError, TrainingError, suggest
+from maestro_lod.text import install_command
 from maestro_lod.version import __version__
 
 try:
@@ -21,7 +21,7 @@ try:
     from maestro_lod.cli.terminal import complain
     from maestro_lod.cli.user_code import OwnCodeError
 except ImportError as missing:  # the core works without what the program needs
-    sys.exit(f"lod needs more than the library itself ({missing}): {install('cli')}")
+    sys.exit(f"lod needs more than the library itself ({missing}): {install_command('cli')}")
 
 COMMANDS = {
     "train": (
@@ -95,7 +95,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, *rest = args
         if name not in COMMANDS:
-            ctx.fail(f"No such command {name!r}.{nearest(name, COMMANDS)}")
+            ctx.fail(f"No such command {name!r}.{suggest(name, COMMANDS)}")
         return name, _loaded(name), rest
 
 
@@ -165,7 +165,9 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         code = complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}.", 1)
     except ModuleNotFoundError as error:
-        code = complain(f"lod needs more than the library itself ({error}): {install('cli')}", 1)
+        code = complain(
+            f"lod needs more than the library itself ({error}): {install_command('cli')}", 1
+        )
     except Exception as error:
         if "embedded null" in str(error):
             sys.exit(complain("a path has a NUL character in it. Give another.", 2))

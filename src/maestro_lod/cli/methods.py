@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from maestro_lod.cli.registry import Registry
-from maestro_lod.errors import OptionError, listed, nearest
+from maestro_lod.errors import OptionError, listed, suggest
 from maestro_lod.train.method import Settings
 
 METHODS: Registry[type[Settings]] = Registry(
@@ -32,6 +32,6 @@ def method_named(name: str) -> type[Settings]:
     """Return the settings of a method."""
     if name not in METHODS:
         raise OptionError(
-            f'method="{name}" is unknown.{nearest(name, METHODS)} Known: {listed(METHODS, 12)}.'
+            f'method="{name}" is unknown.{suggest(name, METHODS)} Known: {listed(METHODS, 12)}.'
         )
     return METHODS[name]

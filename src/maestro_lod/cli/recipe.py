@@ -30,7 +30,7 @@ from maestro_lod.cli.sections import (
 )
 from maestro_lod.cli.user_code import names_own_code, own_function
 from maestro_lod.cli.yaml_settings import as_yaml, change, parsed, shown, text_of
-from maestro_lod.errors import OptionError, listed, nearest
+from maestro_lod.errors import OptionError, listed, suggest
 from maestro_lod.train.method import Settings
 from maestro_lod.train.objective import Budget
 
@@ -257,7 +257,7 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
         text, name = text_of(Path(name_or_path)), Path(name_or_path).stem
     else:
         raise OptionError(
-            f"there is no recipe {name_or_path!r}.{nearest(name_or_path, names)} Recipes: "
+            f"there is no recipe {name_or_path!r}.{suggest(name_or_path, names)} Recipes: "
             f"{listed(names, 12)}; or give a .yaml file."
         )
     settings = parsed(text, name_or_path)

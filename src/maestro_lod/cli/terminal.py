@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from maestro_lod.progress import Telling, progress_shown
+from maestro_lod.progress import ProgressLine, progress_enabled
 
 
 def say(text: str) -> None:
@@ -25,9 +25,9 @@ def complain(error: object, code: int) -> int:
 def search_bar(quiet: bool) -> Iterator[Callable[[int, float], None]]:
     """Show how far a search of sizes has come: from all of the cost down to nothing."""
     console = Console()
-    with progress_shown(not quiet):
+    with progress_enabled(not quiet):
         if quiet or not console.is_terminal:
-            tell = Telling("searching sizes")
+            tell = ProgressLine("searching sizes")
             yield lambda count, share: tell(lambda: _found(count, share))
             return
         columns = TextColumn("searching sizes"), BarColumn(), TextColumn("{task.fields[state]}")

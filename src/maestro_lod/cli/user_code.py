@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from maestro_lod.errors import MaestroError, OptionError, listed, nearest
+from maestro_lod.errors import MaestroError, OptionError, listed, suggest
 
 
 class OwnCodeError(MaestroError, RuntimeError):
@@ -60,7 +60,7 @@ def own_function(name: str, what: str, code: object = None) -> Callable[..., Any
         known = [key for key, value in vars(module).items() if callable(value)]
         raise OptionError(
             f"{what} {name!r}: {module_name} has no function {attribute!r}."
-            f"{nearest(attribute, known)}"
+            f"{suggest(attribute, known)}"
         )
     return function  # type: ignore[no-any-return]
 
@@ -79,7 +79,7 @@ def called(function: Callable[..., Any], options: Mapping[str, Any], what: str) 
         for option in options:
             if option not in parameters:
                 raise OptionError(
-                    f"{what} takes no {option!r}.{nearest(option, parameters)} It takes: "
+                    f"{what} takes no {option!r}.{suggest(option, parameters)} It takes: "
                     f"{listed(parameters, 12)}."
                 )
     try:
@@ -99,7 +99,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     module, _, function = name.rpartition(".")
     if all(part.isidentifier() for part in (*module.split("."), function)):
         return f" Did you mean '{module}:{function}'?"
-    return nearest(name, known)
+    return suggest(name, known)
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:

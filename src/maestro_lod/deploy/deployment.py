@@ -16,14 +16,14 @@ from torch import nn
 
 from maestro_lod.deploy.export import FORMATS, Exported, export, opened
 from maestro_lod.deploy.manifest import write_manifest
-from maestro_lod.errors import LayerError, OptionError, OutputError, listed, nearest
+from maestro_lod.errors import LayerError, OptionError, OutputError, listed, suggest
 from maestro_lod.files.atomic import replacing_directory
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import cost_of
 from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import Example, as_call, device_of
 from maestro_lod.model.limits import Point
-from maestro_lod.progress import Telling
+from maestro_lod.progress import ProgressLine
 from maestro_lod.sizes.choice import Judge, choose
 from maestro_lod.sizes.latency import all_dense
 from maestro_lod.sizes.timing import ROUNDS, batch_of, drawn_call, eager, interleaved, ratios
@@ -168,7 +168,7 @@ def require_usable(out: Path, formats: Sequence[str]) -> None:
         raise OptionError(f"{out} exists and is not empty. Give another place.")
     if unknown := [name for name in formats if name not in FORMATS]:
         raise OptionError(
-            f"format {unknown[0]!r} is not known.{nearest(unknown[0], FORMATS)} Formats: "
+            f"format {unknown[0]!r} is not known.{suggest(unknown[0], FORMATS)} Formats: "
             f"{listed(FORMATS)}."
         )
 
@@ -188,7 +188,7 @@ class _Writer:
 
     def write_all(self, formats: Sequence[str], *, int8: bool) -> None:
         """Write a file in each format; raises if none of them can be kept."""
-        tell = Telling("deploy")
+        tell = ProgressLine("deploy")
         wanted: list[tuple[str, Literal["int8"] | None]] = [(format_, None) for format_ in formats]
         if int8 and "onnx" in formats:
             wanted.append(("onnx", "int8"))

@@ -33,15 +33,15 @@ from maestro_lod.deploy.verification import (
     tensors_in,
     tolerance_of,
 )
-from maestro_lod.errors import LayerError, OptionError, listed, nearest
+from maestro_lod.errors import LayerError, OptionError, listed, suggest
 from maestro_lod.files.atomic import replacing
-from maestro_lod.installing import install
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.checkpoint import plain_state, save_plain
 from maestro_lod.model.cost import count_params
 from maestro_lod.model.inputs import Call, Example, as_call, device_of, in_mode
 from maestro_lod.model.surgery import extract
 from maestro_lod.sizes.timing import batch_of, drawn_call, interleaved, ratios, run
+from maestro_lod.text import install_command
 
 __all__ = ["FORMATS", "INT8_TOLERANCE", "TOLERANCE", "Exported", "export", "opened"]
 
@@ -194,7 +194,7 @@ def _known_format(path: Path, format: str | None) -> str:
     if wanted not in FORMATS:
         what = f"format {wanted!r}" if wanted else f"{path.name} without a suffix"
         raise OptionError(
-            f"{what} is not known.{nearest(wanted, FORMATS)} Formats: {listed(FORMATS)}."
+            f"{what} is not known.{suggest(wanted, FORMATS)} Formats: {listed(FORMATS)}."
         )
     return wanted
 
@@ -204,7 +204,7 @@ def _onnx_file() -> Any:
         return importlib.import_module("maestro_lod.deploy.onnx_file")
     except ImportError as error:
         raise OptionError(
-            f"ONNX files need {error.name}, which is not installed: {install('export')}."
+            f"ONNX files need {error.name}, which is not installed: {install_command('export')}."
         ) from error
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from maestro_lod.errors import OptionError, TrainingError, listed, nearest
+from maestro_lod.errors import OptionError, TrainingError, listed, suggest
 from maestro_lod.layers.ranks import match_ranks, require_low_rank
 from maestro_lod.model.inputs import Example
 from maestro_lod.train.lod import LoD
@@ -161,7 +161,7 @@ def _require_options(options: Options) -> None:
                 "with LoD.backward, or use fit."
             )
         raise OptionError(
-            f"LoD has no option {option!r}.{nearest(option, known)} Options: {listed(known, 12)}."
+            f"LoD has no option {option!r}.{suggest(option, known)} Options: {listed(known, 12)}."
         )
 
 

@@ -29,7 +29,7 @@ from maestro_lod.integrations.model_directory import (
 )
 from maestro_lod.integrations.stock_directories import load_stock
 from maestro_lod.layers.ranks import Ranks, require_low_rank
-from maestro_lod.layers.uses import role_of
+from maestro_lod.layers.uses import module_role
 from maestro_lod.model.checkpoint import load, save
 
 
@@ -76,7 +76,7 @@ def _shares_head(model: nn.Module) -> bool:
     it is. Once it is built, its config must say that it is not: else transformers' `tie_weights`
     looks for the dense weight of the embedding. What is tied by then stays tied.
     """
-    return any(role_of(module) == "shared" for module in model.modules())
+    return any(module_role(module) == "shared" for module in model.modules())
 
 
 def from_pretrained(

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from maestro_lod.errors import CheckpointError, DataError, listed
 from maestro_lod.files.json_files import parse_json
-from maestro_lod.installing import install
 from maestro_lod.integrations.model_directory import (
     architecture_of,
     first_line,
@@ -29,6 +28,7 @@ from maestro_lod.integrations.model_directory import (
     read_generation_config,
     read_weights,
 )
+from maestro_lod.text import install_command
 
 _TEXTS = (".txt", ".jsonl", ".parquet")
 _PIECE = 2**16  # characters
@@ -207,7 +207,7 @@ def _columns(file: Path) -> Iterator[str]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")  # comes with datasets
     except ImportError:
-        raise DataError(f"{file} needs pyarrow: {install('data')}.") from None
+        raise DataError(f"{file} needs pyarrow: {install_command('data')}.") from None
     with parquet.ParquetFile(file) as table:
         if "text" not in table.schema_arrow.names:
             names = listed(table.schema_arrow.names)

@@ -14,7 +14,7 @@ from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.matrix import LowRankMatrix
 from maestro_lod.layers.ranks import match_ranks
 from maestro_lod.layers.recurrent import Matrix, Product, Recurrent
-from maestro_lod.layers.registry import Opened, register
+from maestro_lod.layers.registry import Unpacked, register
 from maestro_lod.layers.stack import LowRankStack
 
 # not where they are defined: these files import torch alone
@@ -37,7 +37,6 @@ __all__ = [
     "LowRankStack",
     "LowRankTransposedLinear",
     "Matrix",
-    "Opened",
     "Product",
     "RanksCutWarning",
     "Recurrent",
@@ -45,6 +44,7 @@ __all__ = [
     "SortedExperts",
     "Stack",
     "StackedProduct",
+    "Unpacked",
     "composed_once",
     "match_ranks",
     "register",

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from maestro_lod.layers.lowrank import (
-    MOVING_ONE_VALUE,
+    INTERMEDIATE_COST,
     LowRank,
     Rows,
     with_parameters,
@@ -89,7 +89,7 @@ class AnyConv(LowRank):
         """Give (out, in) the layout of a 1×1 convolution's weight."""
         return weight.view(*weight.shape, *[1] * self.dimensions)
 
-    def computed_rank(self, rank: int) -> int:
+    def padded_rank(self, rank: int) -> int:
         if self.groups == 1 or self.u.device.type != "cpu" or torch.compiler.is_compiling():
             return rank
         return 8 if rank <= 8 else -(-rank // 16) * 16
@@ -100,12 +100,12 @@ class AnyConv(LowRank):
         return "hardly faster, as groups of few channels are slow" if grouped else ""
 
     @property
-    def moving_one_value(self) -> int:
-        return MOVING_ONE_VALUE if self.groups == 1 else _MOVING_ONE_VALUE_OF_A_GROUP
+    def intermediate_cost(self) -> int:
+        return INTERMEDIATE_COST if self.groups == 1 else _MOVING_ONE_VALUE_OF_A_GROUP
 
     def _padded(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Fill factors up with ranks of zeros to the number that is computed."""
-        missing = self.computed_rank(v.shape[0]) - v.shape[0]
+        missing = self.padded_rank(v.shape[0]) - v.shape[0]
         if missing == 0:
             return u, v
         behind_u, behind_v = [0, 0] * (u.ndim - 2), [0, 0] * (v.ndim - 1)
@@ -162,9 +162,9 @@ class LowRankConv(AnyConv):
         return f"Conv{self.dimensions}d"
 
     @classmethod
-    def like(cls, dense: Any, rank: int | None = None) -> Self:
+    def from_dense_shape(cls, dense: Any, rank: int | None = None) -> Self:
         into = dense.in_channels, *dense.kernel_size
-        layer = cls.empty(dense, rank, (dense.out_channels,), into, dense.groups)
+        layer = cls.allocate(dense, rank, (dense.out_channels,), into, dense.groups)
         layer._take_options(dense)
         if layer.padding_mode != "zeros" and not isinstance(layer.padding, str):
             # torch goes by what it was constructed with, last dimension first
@@ -198,15 +198,15 @@ class LowRankConv(AnyConv):
     def output_rows(self, output: Tensor, *inputs: Any) -> Rows:
         return self._by_group(self._batched(output))
 
-    def reads(self) -> tuple[Any, ...]:
+    def input_key(self) -> tuple[Any, ...]:
         return (
-            *super().reads(), self.kernel_size, self.stride, self.padding, self.dilation,
+            *super().input_key(), self.kernel_size, self.stride, self.padding, self.dilation,
             self.groups, self.padding_mode,
         )  # fmt: skip
 
     def computed(self, *inputs: Tensor) -> Tensor:
         tap = self._only_tap(inputs[0])
-        if tap is None or self.identity is not None:
+        if tap is None or self.identity_factor is not None:
             return super().computed(*inputs)
         # one value per channel meets one value per kernel: linear layers, which are faster
         x = inputs[0].flatten(1)

@@ -100,13 +100,13 @@ class StackedProduct(nn.Module):
 class Experts(nn.Module):
     """Routed experts whose stacked weights are stacks of any kind, by the original's names."""
 
-    handed_over: tuple[str, ...] = ()
+    user_attributes: tuple[str, ...] = ()
     """The names of what a user had put on the original layer."""
     applies_parts = False
     _transposed_unless_said = False
 
     @staticmethod
-    def obstacle(dense: nn.Module) -> str:
+    def blocker(dense: nn.Module) -> str:
         """Return why this layer must stay as it is, '' if nothing speaks against opening it."""
         for name in _stack_names(dense):
             weight = dense._parameters.get(name)
@@ -143,7 +143,7 @@ class Experts(nn.Module):
                 raise
             return getattr(original[0], name)
 
-    def closed(self, parts: Mapping[str, nn.Module]) -> nn.Module | None:
+    def repacked(self, parts: Mapping[str, nn.Module]) -> nn.Module | None:
         """Return the original layer over these stacks, None unless all are dense."""
         plain: nn.Module = _without_memory(self._original[0])
         for name in plain._parameters:

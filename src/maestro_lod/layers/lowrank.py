@@ -39,11 +39,11 @@ PlainForm: TypeAlias = Literal["dense", "factored"]
 
 # Applying the factors one by one writes and reads a value per rank and position in between. Moving
 # it costs about as much as this many multiplications. Fitted by benchmarks/switch.py.
-MOVING_ONE_VALUE = 64
+INTERMEDIATE_COST = 64
 
 
-def composing_pays(
-    positions: int, m: int, n: int, rank: int, moving: int = MOVING_ONE_VALUE
+def compose_is_cheaper(
+    positions: int, m: int, n: int, rank: int, moving: int = INTERMEDIATE_COST
 ) -> bool:
     """Say whether multiplying factors out first is faster than applying them one by one."""
     factored = positions * rank * (m + n + moving)
@@ -62,19 +62,19 @@ class LowRank(Factors):
     positionwise: ClassVar[bool] = False
     """Whether each output is the weight times one of the `input_rows`, plus the bias: then the
     layer can be fitted to outputs."""
-    handed_over: tuple[str, ...] = ()
+    user_attributes: tuple[str, ...] = ()
     """The names of what a user had put on the dense layer."""
 
     # -- what a kind of layer defines ----------------------------------------------------------
 
     @classmethod
-    def like(cls, dense: Any, rank: int | None = None) -> Self:
+    def from_dense_shape(cls, dense: Any, rank: int | None = None) -> Self:
         """Make a layer with the options of `dense` and uninitialized factors; here of a matrix."""
         out, into = dense.weight.shape
-        return cls.empty(dense, rank, (out,), (into,))
+        return cls.allocate(dense, rank, (out,), (into,))
 
     @classmethod
-    def obstacle(cls, dense: Any) -> str:
+    def blocker(cls, dense: Any) -> str:
         """Return why this dense layer cannot be replaced, '' if nothing speaks against it."""
         return ""
 
@@ -98,7 +98,7 @@ class LowRank(Factors):
         """Return outputs of these inputs, or their gradients, as rows; None if not known."""
         return None
 
-    def reads(self) -> tuple[Any, ...]:
+    def input_key(self) -> tuple[Any, ...]:
         """Return what decides, beside an input, which rows it has."""
         return (type(self),)
 
@@ -107,11 +107,11 @@ class LowRank(Factors):
         return None
 
     @property
-    def moving_one_value(self) -> int:
+    def intermediate_cost(self) -> int:
         """What a value per rank and position costs, in multiplications."""
-        return MOVING_ONE_VALUE
+        return INTERMEDIATE_COST
 
-    def computed_rank(self, rank: int) -> int:
+    def padded_rank(self, rank: int) -> int:
         """Return with how many ranks `apply_factors` computes this many: as many."""
         return rank
 
@@ -193,11 +193,11 @@ class LowRank(Factors):
         """Count the MACs that this layer really does, by whichever way it chooses."""
         m, n = self.matrix_shape
         rank = max(rank, 1)  # one rank of zeros stands in for none
-        if self.identity is not None:
+        if self.identity_factor is not None:
             return self.dense_macs(positions)
-        if self._composing_pays(positions, rank):
+        if self._compose_is_cheaper(positions, rank):
             return self.groups * (positions + rank) * m * n
-        return self.macs(positions, self.computed_rank(rank))
+        return self.macs(positions, self.padded_rank(rank))
 
     # -- the factors ---------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class LowRank(Factors):
 
         They are the singular ones, unless matrices are to be split in another way.
         """
-        layer = cls.like(dense, rank)
+        layer = cls.from_dense_shape(dense, rank)
         weight, bias = dense.weight, dense._parameters.get("bias")
         assert isinstance(weight, Tensor)
         with torch.no_grad():
@@ -257,11 +257,11 @@ class LowRank(Factors):
         """Multiply active factors out; where one is the identity, the other is all there is."""
         if (kept := kept_for(self, u, v)) is not None:
             return kept.of(u, v, self._compose)
-        if self.identity is None:
+        if self.identity_factor is None:
             return self._compose(u, v)
         left, right = self._matrices(u, v)
-        trained, still = (right, left) if self.identity == "u" else (left, right)
-        whole_v = self.identity == "u" and self.groups == 1 and u.ndim == 2
+        trained, still = (right, left) if self.identity_factor == "u" else (left, right)
+        whole_v = self.identity_factor == "u" and self.groups == 1 and u.ndim == 2
         weight = v if whole_v else self._as_applied(trained)
         return weight + still[:, :0].sum() if still.requires_grad else weight
 
@@ -278,13 +278,15 @@ class LowRank(Factors):
         self.note_positions(positions)
         u, v = self._active_factors()
         passes = 1 if (kept := kept_for(self, u, v)) is None else kept.passes
-        if self.identity is not None or self._composing_pays(passes * positions, v.shape[0]):
+        if self.identity_factor is not None or self._compose_is_cheaper(
+            passes * positions, v.shape[0]
+        ):
             return self.apply_weight(self._composed(u, v), *inputs)
         return self.apply_factors(u, v, *inputs)
 
-    def _composing_pays(self, positions: int, rank: int) -> bool:
+    def _compose_is_cheaper(self, positions: int, rank: int) -> bool:
         m, n = self.matrix_shape
-        return composing_pays(positions, m, n, self.computed_rank(rank), self.moving_one_value)
+        return compose_is_cheaper(positions, m, n, self.padded_rank(rank), self.intermediate_cost)
 
     def _repr_rank(self) -> str:
         return f"rank={self.rank}/{self.full_rank}, bias={self.bias is not None}"

@@ -15,7 +15,7 @@ def is_linear_or_conv(module: nn.Module | None) -> TypeGuard[nn.Linear | nn.Conv
     return type(module) is nn.Linear
 
 
-def tables_of(model: nn.Module) -> set[Tensor]:
+def embedding_weights(model: nn.Module) -> set[Tensor]:
     """Return the weights of a model that are looked up, not multiplied."""
     return {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from maestro_lod.errors import LayerError, RankError, listed, nearest
+from maestro_lod.errors import LayerError, RankError, listed, suggest
 from maestro_lod.layers.active import block_of
 from maestro_lod.layers.lowrank import LowRank
 
@@ -92,7 +92,7 @@ def resolve(given: Ranks, layers: Mapping[str, tuple[int, int]]) -> dict[str, in
         named = [key] if key in layers else [name for name in layers if matches(name, key)]
         if not named:
             raise LayerError(
-                f"ranks names {key!r}, which is no low-rank layer here.{nearest(key, layers)} "
+                f"ranks names {key!r}, which is no low-rank layer here.{suggest(key, layers)} "
                 f"Layers: {listed(layers)}."
             )
         for name in named:

@@ -8,7 +8,7 @@ A kind of your own is one class and one line:
 
 A layer with one weight is replaced by a `LowRank`. A layer with several is *opened*: replaced by a
 module that calls or reads parts, each of which is a dense layer of a registered type. Such a class
-defines what `Opened` says. `examples/own_layer.py` is a kind to copy.
+defines what `Unpacked` says. `examples/own_layer.py` is a kind to copy.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Kind = TypeVar("Kind", bound=type)
 
 
 @runtime_checkable
-class Opened(Protocol):
+class Unpacked(Protocol):
     """A layer with several weights whose parts are modules: made of the dense layer alone."""
 
-    handed_over: tuple[str, ...]
+    user_attributes: tuple[str, ...]
     """The names of what a user had put on the dense layer."""
     applies_parts: bool
     """Whether it multiplies by its parts' weights itself, at `positions_of` its inputs, instead of
@@ -36,10 +36,10 @@ class Opened(Protocol):
     what each of them multiplies."""
 
     @staticmethod
-    def obstacle(dense: Any) -> str:
+    def blocker(dense: Any) -> str:
         """Return why this dense layer must stay closed, '' if nothing speaks against it."""
 
-    def closed(self, parts: Mapping[str, nn.Module]) -> nn.Module | None:
+    def repacked(self, parts: Mapping[str, nn.Module]) -> nn.Module | None:
         """Return the dense layer again over these parts, None unless all are dense."""
 
 
@@ -50,14 +50,14 @@ def register(dense: type[nn.Module] | str) -> Callable[[Kind], Kind]:
     """Let a class replace layers of this type when a model is decomposed.
 
     A type of a package that is not imported here is given by its full name. Subclasses count as
-    long as they change nothing but how they are made and shown: see `changed_by`.
+    long as they change nothing but how they are made and shown: see `overridden_members`.
     """
 
     def add(kind: Kind) -> Kind:
-        if not issubclass(kind, LowRank) and not hasattr(kind, "closed"):
+        if not issubclass(kind, LowRank) and not hasattr(kind, "repacked"):
             raise LayerError(
                 f"{kind.__name__} is no kind of layer: derive it from maestro_lod.layers.LowRank, "
-                "or define obstacle and closed as maestro_lod.layers.Opened says."
+                "or define blocker and repacked as maestro_lod.layers.Unpacked says."
             )
         known = _KINDS.get(dense)
         if known is not None and known.__qualname__ != kind.__qualname__:
@@ -72,7 +72,7 @@ def register(dense: type[nn.Module] | str) -> Callable[[Kind], Kind]:
 _HARMLESS = {"__init__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"}
 
 
-def changed_by(subclass: type, base: type) -> list[str]:
+def overridden_members(subclass: type, base: type) -> list[str]:
     """List what a subclass defines that what replaces its base would not have or do.
 
     Methods that need no instance are reached by the class, which stays, unless the base has them.
@@ -101,7 +101,7 @@ def _registered(dense: type) -> Any:
 
 def _kind_of(dense: type) -> Any:
     base = registered_base(dense)
-    return None if base is None or changed_by(dense, base) else _registered(base)
+    return None if base is None or overridden_members(dense, base) else _registered(base)
 
 
 def weights_read_by(dense: type) -> tuple[str, ...]:
@@ -116,12 +116,12 @@ def low_rank_type(dense: type) -> type[LowRank] | None:
     return kind if kind is not None and issubclass(kind, LowRank) else None
 
 
-def opened_type(dense: type) -> Any:
+def unpacked_type(dense: type) -> Any:
     """Return what opens layers of this type that have several weights, None if nothing does."""
     kind = _kind_of(dense)
     return None if kind is None or issubclass(kind, LowRank) else kind
 
 
-def is_opened(module: nn.Module) -> bool:
+def is_unpacked(module: nn.Module) -> bool:
     """Say whether a module is an opened layer."""
     return type(module) in _KINDS.values() and not isinstance(module, LowRank)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from maestro_lod.layers.experts import Stack, StackedProduct, apply_stacked
-from maestro_lod.layers.lowrank import LowRank, Rows, composing_pays
+from maestro_lod.layers.lowrank import LowRank, Rows, compose_is_cheaper
 from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ class LowRankStack(LowRank):
     transposed: bool
 
     @classmethod
-    def like(cls, dense: Any, rank: int | None = None) -> Self:
+    def from_dense_shape(cls, dense: Any, rank: int | None = None) -> Self:
         experts, m, n = (dense.weight.mT if dense.transposed else dense.weight).shape
-        layer = cls.empty(dense, rank, (experts * m,), (experts * n,), groups=experts)
+        layer = cls.allocate(dense, rank, (experts * m,), (experts * n,), groups=experts)
         layer.transposed = dense.transposed
         return layer
 
@@ -46,7 +46,7 @@ class LowRankStack(LowRank):
     def forward(self, rows: Tensor, experts: Tensor) -> Tensor:  # type: ignore[override]
         self.note_positions(len(rows))
         first, second = reversed(self._matrices(*self._active_factors()))
-        if composing_pays(len(rows) // self.groups, *self.matrix_shape, first.shape[1]):
+        if compose_is_cheaper(len(rows) // self.groups, *self.matrix_shape, first.shape[1]):
             return apply_stacked(rows, experts, second @ first)
         return apply_stacked(rows, experts, first, second)
 
@@ -74,7 +74,7 @@ class LowRankStack(LowRank):
     def executed_macs(self, positions: int, rank: int) -> int:
         m, n = self.matrix_shape
         rank = max(rank, 1)
-        if composing_pays(positions // self.groups, m, n, rank):
+        if compose_is_cheaper(positions // self.groups, m, n, rank):
             return (positions + self.groups * rank) * m * n
         return self.macs(positions, rank)
 

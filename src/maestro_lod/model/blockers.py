@@ -14,18 +14,18 @@ from torch.nn.utils import parametrize
 
 from maestro_lod.layers.embedding import SharedHead, can_share
 from maestro_lod.layers.registry import (
-    changed_by,
     low_rank_type,
-    opened_type,
+    overridden_members,
     registered_base,
+    unpacked_type,
     weights_read_by,
 )
-from maestro_lod.model.forward_analysis import Path, reading_of
-from maestro_lod.model.replace import STATE_HOOKS, held_in
+from maestro_lod.model.forward_analysis import Path, analyze_forward
+from maestro_lod.model.replace import STATE_HOOKS, find_references
 from maestro_lod.model.structure import uninitialized
 
 
-class Obstacles:
+class Blockers:
     """What stands in the way of decomposing the modules of one model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class Obstacles:
                 if key in ("_modules", "_parameters", "_flat_weights"):  # the last is torch's own
                     continue
                 where = f"{name}.{key}".lstrip(".")
-                for held in held_in(value):
+                for held in find_references(value):
                     if isinstance(held, nn.Module):
                         self._holders[id(held)] = where
                     elif isinstance(held, nn.Parameter) and not is_lazy(held):
@@ -59,13 +59,13 @@ class Obstacles:
     def _note_readers(self, module: nn.Module, methods: frozenset[str]) -> None:
         """Note which layers' weights the code of a module reads, or lets another module read."""
         kind: Any = type(module)
-        reading = reading_of(kind, methods)
+        reading = analyze_forward(kind, methods)
         for path in reading.weights:
             self._note_reader(kind, _descendants(module, path))
         for callee, argument, path in reading.passed:
             for called in _descendants(module, callee):
                 reader: Any = type(called)
-                if argument in reading_of(reader).arguments:
+                if argument in analyze_forward(reader).arguments:
                     self._note_reader(reader, _descendants(module, path))
         for part in weights_read_by(kind):  # in torch's own code
             self._note_reader(kind, _descendants(module, tuple(part.split("."))))
@@ -73,7 +73,7 @@ class Obstacles:
     def _note_reader(self, kind: type, layers: list[nn.Module]) -> None:
         self._readers |= dict.fromkeys(map(id, layers), kind.__name__)
 
-    def to(self, module: nn.Module) -> str | None:
+    def reason(self, module: nn.Module) -> str | None:
         """Return why a module cannot be decomposed, '' if it can, None if there is nothing to."""
         if low_rank_type(type(module)) is not None:
             return self._to_layer(module)
@@ -87,7 +87,7 @@ class Obstacles:
         if all(p.ndim < 2 for p in own):
             return None
         if (base := registered_base(type(module))) is not None:
-            changed = changed_by(type(module), base)
+            changed = overridden_members(type(module), base)
             differs = "forward may differ" if "forward" in changed else f"{changed[0]} may matter"
             return f"a subclass of {base.__name__}, whose {differs}"
         return f"{type(module).__name__} is not a supported kind"
@@ -96,14 +96,14 @@ class Obstacles:
         if reason := self._to_weight(module):
             return reason
         tied = self._to_owner(module._parameters["weight"])  # type: ignore[arg-type]
-        return tied or self._to_replacing(module) or self.to_saving(module)
+        return tied or self._to_replacing(module) or self.saving_reason(module)
 
-    def to_sharing(self, embedding: nn.Module, head: nn.Module) -> str:
+    def sharing_reason(self, embedding: nn.Module, head: nn.Module) -> str:
         """Return why a tied embedding and head cannot be one factor pair, '' if they can."""
         for module in (embedding, head):
             if reason := self._to_weight(module) or self._to_replacing(module):
                 return reason
-        return self.to_saving(embedding)
+        return self.saving_reason(embedding)
 
     def _to_weight(self, module: nn.Module) -> str:
         weight = module._parameters.get("weight")
@@ -113,13 +113,13 @@ class Obstacles:
             return f"it has further parameters ({', '.join(sorted(extra))})"
         kind = low_rank_type(type(module))
         assert kind is not None
-        return kind.obstacle(module) or self._to_parameter(weight)
+        return kind.blocker(module) or self._to_parameter(weight)
 
-    def to_opening(self, module: nn.Module) -> str:
+    def unpacking_reason(self, module: nn.Module) -> str:
         """Return why a layer with several weights must stay closed, '' if nothing says so."""
         if parametrize.is_parametrized(module):
             return "its weights are computed: it is parametrized"
-        if reason := opened_type(type(module)).obstacle(module):
+        if reason := unpacked_type(type(module)).blocker(module):
             return str(reason)
         for parameter in module.parameters():
             if reason := self._to_parameter(parameter) or self._to_owner(parameter):
@@ -151,7 +151,7 @@ class Obstacles:
             where = self._keepers.get(_memory(parameter)) if parameter.numel() else None
             if where is not None and key != "bias":  # which stays the same Parameter
                 return f"its {key} is also in {where}, which would keep it. Fill that afterwards"
-        opened = opened_type(type(module)) is not None
+        opened = unpacked_type(type(module)) is not None
         if foreign := set() if opened else set(module._modules):
             return f"it has a submodule of its own ({', '.join(sorted(foreign))})"
         names = vars(module).keys() | module._buffers.keys()
@@ -165,7 +165,7 @@ class Obstacles:
             return f"the code of {self._readers[id(module)]} reads its weight"
         return ""
 
-    def to_saving(self, module: nn.Module) -> str:
+    def saving_reason(self, module: nn.Module) -> str:
         """Return that no rank is worth it, '' if some rank is."""
         probe = uninitialized("", module, 0)
         if probe.weights(1) >= probe.dense_weights:
@@ -187,7 +187,7 @@ class Obstacles:
 
 def _names_only_ours(dense: type[nn.Module]) -> set[str]:
     """Return the names that mean something on what replaces a layer, and nothing on the layer."""
-    kinds: list[type[nn.Module] | None] = [low_rank_type(dense), opened_type(dense)]
+    kinds: list[type[nn.Module] | None] = [low_rank_type(dense), unpacked_type(dense)]
     if dense is SharedHead.replaces:
         kinds.append(SharedHead)
     ours = {name for kind in kinds if kind is not None for name in _names(kind)}
@@ -209,7 +209,7 @@ def _called_methods(model: nn.Module) -> dict[type, frozenset[str]]:
         waiting = False
         for module in modules:
             kind: Any = type(module)
-            for path, name in reading_of(kind, methods.get(kind, frozenset())).calls:
+            for path, name in analyze_forward(kind, methods.get(kind, frozenset())).calls:
                 for called in map(type, _descendants(module, path)):
                     if name not in methods.get(called, frozenset()):
                         methods[called] = methods.get(called, frozenset()) | {name}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from maestro_lod.distributed.fsdp import shard_group
-from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, nearest
+from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed, suggest
 from maestro_lod.files.json_files import parse_json
 from maestro_lod.files.shard_files import fill_shards, write_by_the_first
 from maestro_lod.files.tensor_file import (
@@ -39,10 +39,10 @@ from maestro_lod.layers.ranks import (
 )
 from maestro_lod.model.checkpoint_header import (
     PLAIN,
-    Contents,
-    contents_of,
+    CheckpointHeader,
     elastic_metadata,
     plain_metadata,
+    read_header,
     with_parameters,
 )
 from maestro_lod.model.frontier import Frontier
@@ -64,7 +64,7 @@ def save(
     """
     model = unwrapped(model)
     layers = require_low_rank(model)
-    if unordered := [name for name, layer in layers.items() if layer.identity is not None]:
+    if unordered := [name for name, layer in layers.items() if layer.identity_factor is not None]:
         raise CheckpointError(
             f"{listed(unordered)} are still trained as dense weights: their ranks have no order "
             "that a file of every size could hold. Train until the first part of the run is "
@@ -133,7 +133,7 @@ def load(
             raise OptionError(f"{path} holds one size, that of its export: leave ranks out.")
         if limits:
             ranks = _ranks_within(file.metadata, path, ranks, limits)
-        contents = contents_of(file, path, unwrapped(into))
+        contents = read_header(file, path, unwrapped(into))
         loaded = _load(contents, file, path, unwrapped(into), ranks)
         return into if loaded is unwrapped(into) else loaded
 
@@ -144,7 +144,7 @@ def _ranks_within(
     """Return the ranks of the best size within limits, by the frontier in the file."""
     for limit in limits:
         if limit not in LIMITS:
-            raise OptionError(f"load has no option {limit!r}.{nearest(limit, LIMITS)}")
+            raise OptionError(f"load has no option {limit!r}.{suggest(limit, LIMITS)}")
     if ranks is not None:
         raise OptionError(f"give ranks= or limits ({listed(limits)}), not both.")
     text = metadata.get("frontier")
@@ -157,7 +157,7 @@ def _ranks_within(
 
 
 def _load(
-    contents: Contents, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
+    contents: CheckpointHeader, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
 ) -> nn.Module:
     if any(t.is_meta for t in (*into.parameters(), *into.buffers())):
         raise CheckpointError(
@@ -190,7 +190,7 @@ def _load(
 
 
 def _load_shards(
-    contents: Contents, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
+    contents: CheckpointHeader, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
 ) -> None:
     """Load into a model that is sharded over processes, each of which calls this."""
     stored, layers = contents.ranks, low_rank_layers(into)
@@ -215,7 +215,9 @@ def _load_shards(
     fill_shards(into, chosen, shapes, read, path)
 
 
-def _state(contents: Contents, file: TensorFile, ranks: Mapping[str, int]) -> dict[str, Tensor]:
+def _state(
+    contents: CheckpointHeader, file: TensorFile, ranks: Mapping[str, int]
+) -> dict[str, Tensor]:
     """Read the tensors of a file, of low-rank layers only the ranks asked for."""
     rows = {f"{n}.{f}".lstrip("."): ranks[n] for n in ranks for f in "uv"}
     state = {}
@@ -234,7 +236,7 @@ def _with_versions(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str
 
 
 def _require_fit(
-    rehearsal: nn.Module, contents: Contents, state: Mapping[str, Tensor], path: Path
+    rehearsal: nn.Module, contents: CheckpointHeader, state: Mapping[str, Tensor], path: Path
 ) -> None:
     """Refuse a file with other tensors, shapes, types or ties than a model on the meta device."""
     if contents.types is not None:
@@ -260,14 +262,14 @@ def _require_precision(rehearsal: nn.Module, state: Mapping[str, Tensor], path: 
 
 
 def _require_same_types(
-    rehearsal: nn.Module, contents: Contents, state: Mapping[str, Tensor], path: Path
+    rehearsal: nn.Module, contents: CheckpointHeader, state: Mapping[str, Tensor], path: Path
 ) -> None:
     assert contents.types is not None
     here = {name: type(module).__name__ for name, module in with_parameters(rehearsal)}
     if unknown := [name for name in contents.types if name not in here]:
         raise CheckpointError(
             f"{path} is of another model: it has {listed(unknown)}, which "
-            f"{type(rehearsal).__name__} has not.{nearest(unknown[0], here)}"
+            f"{type(rehearsal).__name__} has not.{suggest(unknown[0], here)}"
         )
     for name, kind in here.items():
         there = contents.types.get(name, "missing")

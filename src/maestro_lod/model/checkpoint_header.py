@@ -14,8 +14,8 @@ from maestro_lod.errors import CheckpointError, LayerError
 from maestro_lod.files.json_files import Shape, parse_json
 from maestro_lod.files.tensor_file import TensorFile
 from maestro_lod.layers.ranks import low_rank_layers
-from maestro_lod.layers.registry import low_rank_type, opened_type
-from maestro_lod.model.structure import OPENED, Form, Structure, structure_of, uninitialized
+from maestro_lod.layers.registry import low_rank_type, unpacked_type
+from maestro_lod.model.structure import UNPACKED, Form, Structure, structure_of, uninitialized
 
 ELASTIC, PLAIN, _VERSION = "maestro-lod", "maestro-lod plain", 1
 """The formats: one file with every size, and one size alone."""
@@ -38,7 +38,7 @@ def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, 
 
     header = {
         "ranks": {name: form.rank for name, form in of_kind("low-rank").items()},
-        "opened": list(of_kind("opened")),
+        "opened": list(of_kind("unpacked")),
         "heads": {name: form.factors_of for name, form in of_kind("shared").items()},
         "aliases": aliases,
         "dense_only": [n for n, layer in low_rank_layers(model).items() if layer.dense_only],
@@ -78,7 +78,7 @@ def _factored_rank(module: nn.Module) -> int | None:
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointHeader:
     """What a file says about the model in it."""
 
     structure: Structure
@@ -95,7 +95,7 @@ class Contents:
         return {name: form.rank or 0 for name, form in forms if form.kind == "low-rank"}
 
 
-def contents_of(file: TensorFile, path: Path, into: nn.Module) -> Contents:
+def read_header(file: TensorFile, path: Path, into: nn.Module) -> CheckpointHeader:
     """Read the header of a file, or refuse it."""
     metadata = file.metadata
     if metadata.get("format") not in (ELASTIC, PLAIN):
@@ -110,13 +110,15 @@ def contents_of(file: TensorFile, path: Path, into: nn.Module) -> Contents:
                 f"{_VERSION}. Update maestro-lod."
             )
         if metadata["format"] == PLAIN:
-            return _plain_contents(metadata, file.shapes, path, into)
-        return _elastic_contents(metadata, file.shapes)
+            return _plain_header(metadata, file.shapes, path, into)
+        return _elastic_header(metadata, file.shapes)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the header of {path} is damaged ({error!r}).") from error
 
 
-def _elastic_contents(metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]]) -> Contents:
+def _elastic_header(
+    metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> CheckpointHeader:
     ranks, opened, heads, aliases, dense_only = (
         parse_json(metadata.get(key, "[]") if key == "dense_only" else metadata[key], shape)
         for key, shape in _HEADER.items()
@@ -135,16 +137,16 @@ def _elastic_contents(metadata: dict[str, str], shapes: Mapping[str, tuple[int, 
             if len(shape) < 2 or shape[0] != rank:
                 raise ValueError(f"{factor} is of shape {shape}, not of rank {rank}")
     structure = {
-        **dict.fromkeys(opened, OPENED),
+        **dict.fromkeys(opened, UNPACKED),
         **{name: Form("low-rank", rank) for name, rank in ranks.items()},
         **{name: Form("shared", factors_of=embedding) for name, embedding in heads.items()},
     }
-    return Contents(structure, dict(aliases), dense_only=tuple(dense_only))
+    return CheckpointHeader(structure, dict(aliases), dense_only=tuple(dense_only))
 
 
-def _plain_contents(
+def _plain_header(
     metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]], path: Path, into: nn.Module
-) -> Contents:
+) -> CheckpointHeader:
     config = parse_json(metadata["config"], _PLAIN)
     types, ranks, aliases = config["layers"], config["factored"], config["aliases"]
     if not all(rank > 0 for rank in ranks.values()):
@@ -159,13 +161,13 @@ def _plain_contents(
     structure: Structure = {}
     for name, rank in ranks.items():
         above = name.rpartition(".")[0]
-        if name and opened_type(type(modules.get(above))) is not None:
-            structure[above] = OPENED
-        if structure.get(above) == OPENED or low_rank_type(type(modules.get(name))) is not None:
+        if name and unpacked_type(type(modules.get(above))) is not None:
+            structure[above] = UNPACKED
+        if structure.get(above) == UNPACKED or low_rank_type(type(modules.get(name))) is not None:
             structure[name] = Form("factored", rank)
     for name, module in modules.items():  # a layer of another library may have become torch's
         there, kind = types.get(name, type(module).__name__), low_rank_type(type(module))
         if kind is not None and there != type(module).__name__:
             plain = uninitialized(name, module, 1).plain("dense")
             structure |= {name: Form("dense")} if type(plain).__name__ == there else {}
-    return Contents(structure, dict(aliases), types)
+    return CheckpointHeader(structure, dict(aliases), types)

@@ -22,7 +22,7 @@ Path: TypeAlias = tuple[str, ...]
 """The names that lead from a module to one inside it; "*" stands for any one name."""
 
 
-class Reading(NamedTuple):
+class WeightReads(NamedTuple):
     """What the code of a class, or one method of it, reads and hands on; modules by their path."""
 
     weights: frozenset[Path] = frozenset()
@@ -39,21 +39,21 @@ class Reading(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def reading_of(kind: type, methods: frozenset[str] = frozenset()) -> Reading:
+def analyze_forward(kind: type, methods: frozenset[str] = frozenset()) -> WeightReads:
     """Return what a class reads in its forward and in these methods, or in what those use.
 
     Properties count too, since others use them. torch's own transformer layers read weights in a
     fast path that is switched off instead.
     """
     properties = [n for base in kind.__mro__ for n, v in vars(base).items() if _is_property(v)]
-    waiting, known, found = ["forward", *methods, *properties], set(), Reading()
+    waiting, known, found = ["forward", *methods, *properties], set(), WeightReads()
     while waiting:
         if (name := waiting.pop()) not in known:
             known.add(name)
             for function in _run_by(kind, name):
                 read = _reading_in(function)
                 waiting += read.used
-                found = Reading(
+                found = WeightReads(
                     found.weights | read.weights,
                     found.arguments | read.arguments if name == "forward" else found.arguments,
                     found.passed | read.passed,
@@ -81,12 +81,12 @@ def _run_by(kind: type, name: str) -> Iterator[types.FunctionType]:
 
 
 @functools.lru_cache(maxsize=8192)
-def _reading_in(method: Callable[..., object]) -> Reading:
+def _reading_in(method: Callable[..., object]) -> WeightReads:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
         this, *parameters = inspect.signature(method).parameters
     except (OSError, TypeError, SyntaxError, ValueError):  # interactive, or without source
-        return Reading()
+        return WeightReads()
     names = _Names(tree, [this, *parameters])
     weights, used, calls = set[Path](), set[str](), set[tuple[Path, str]]()
     arguments, passed = set[str | int](), set[tuple[Path, str | int, Path]]()
@@ -107,7 +107,7 @@ def _reading_in(method: Callable[..., object]) -> Reading:
                 owners = names.paths(node.func.value)
                 calls |= {(tuple(p), node.func.attr) for o, *p in owners if o == this and p}
             passed |= set(_passed_in(node, this, names))
-    return Reading(*map(frozenset, (weights, arguments, passed, used, calls)))  # type: ignore[arg-type]
+    return WeightReads(*map(frozenset, (weights, arguments, passed, used, calls)))  # type: ignore[arg-type]
 
 
 class _Names:

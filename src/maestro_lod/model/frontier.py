@@ -15,7 +15,7 @@ from maestro_lod.files.atomic import replacing, writing
 from maestro_lod.files.json_files import Shape, parse_json, read_json_file, require_shape
 from maestro_lod.model.inputs import require_number
 from maestro_lod.model.limits import Limit, Point, limit_of, require_limits
-from maestro_lod.plot import svg
+from maestro_lod.model.plot import svg
 from maestro_lod.text import Table, Tabular
 
 _FORMAT = "maestro-lod frontier 1"

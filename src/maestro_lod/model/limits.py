@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from maestro_lod.errors import OptionError, listed, nearest
+from maestro_lod.errors import OptionError, listed, suggest
 
 LIMITS = ("max_params", "max_macs", "max_bytes", "max_latency", "min_accuracy")
 
@@ -58,7 +58,7 @@ def require_limits(limits: Mapping[str, float | None]) -> None:
 def _require_limit(option: str, value: float) -> None:
     if option not in LIMITS:
         raise OptionError(
-            f"there is no limit {option!r}.{nearest(option, LIMITS)} Limits: {listed(LIMITS)}."
+            f"there is no limit {option!r}.{suggest(option, LIMITS)} Limits: {listed(LIMITS)}."
         )
     key, shown = option.partition("_")[2], f"{option}={value!r}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

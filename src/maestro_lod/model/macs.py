@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from maestro_lod.errors import LayerError
 from maestro_lod.layers.registry import low_rank_type
-from maestro_lod.layers.uses import uses_of
+from maestro_lod.layers.uses import factor_uses
 from maestro_lod.model.inputs import Call, Example, as_call
 from maestro_lod.model.replace import copy_on_meta, copy_without_hooks
 from maestro_lod.model.structure import restructure, structure_of, uninitialized
@@ -85,8 +85,8 @@ def _macs_with_values(model: nn.Module, call: Call, why: Exception) -> DenseMacs
 
 def _counted_macs(twin: nn.Module, call: Call, *, without_values: bool) -> DenseMacs:
     """Count on a copy of the model, which is changed: its low-rank layers are made dense."""
-    uses = uses_of(twin)
-    opened = {name: form for name, form in structure_of(twin).items() if form.kind == "opened"}
+    uses = factor_uses(twin)
+    opened = {name: form for name, form in structure_of(twin).items() if form.kind == "unpacked"}
     # frozen, since some operations record gradients whatever the mode
     twin = restructure(twin, opened, fill=uninitialized).eval().requires_grad_(False)
     modules, counter = dict(twin.named_modules()), _Counter(twin.parameters())

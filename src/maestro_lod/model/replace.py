@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from maestro_lod.errors import LayerError
-from maestro_lod.layers.registry import is_opened
+from maestro_lod.layers.registry import is_unpacked
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_FLAGS = (
@@ -29,7 +29,9 @@ STATE_HOOKS = (
 )  # fmt: skip
 
 
-def hand_over(old: nn.Module, new: nn.Module, *, added_by: nn.Module | None = None) -> None:
+def transfer_attributes(
+    old: nn.Module, new: nn.Module, *, added_by: nn.Module | None = None
+) -> None:
     """Give a layer's hooks, bias Parameter (it may be shared) and what a user added to another.
 
     What replaces a layer of torch keeps a list of what was added. `added_by` has that list, if it
@@ -40,15 +42,15 @@ def hand_over(old: nn.Module, new: nn.Module, *, added_by: nn.Module | None = No
     if "bias" in old._parameters and "bias" in last_of(new)._parameters:
         last_of(new).bias = old.bias
     keeper = added_by or old
-    if hasattr(type(new), "handed_over"):
-        opened = is_opened(new)  # torch's own then has private attributes too
-        new.__dict__["handed_over"] = tuple(
+    if hasattr(type(new), "user_attributes"):
+        opened = is_unpacked(new)  # torch's own then has private attributes too
+        new.__dict__["user_attributes"] = tuple(
             key
             for key in (*vars(old), *old._buffers)
             if not hasattr(new, key) and not (opened and key.startswith("_"))
         )
         keeper = new
-    for key in getattr(keeper, "handed_over", ()):
+    for key in getattr(keeper, "user_attributes", ()):
         _put(new, key, getattr(old, key), old)
 
 
@@ -107,7 +109,7 @@ def _copy_without_hooks(
     try:
         copied = copy.deepcopy(model, memo)
         for layer in replaced:
-            for key in getattr(layer, "handed_over", ()):
+            for key in getattr(layer, "user_attributes", ()):
                 _put(memo[id(layer)], key, copy.deepcopy(getattr(layer, key), memo), layer)
     except TypeError as error:
         raise LayerError(
@@ -140,10 +142,10 @@ def _makes_weights(hook: Any) -> bool:
 def _loose_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Find the tensors that a module holds in its attributes or in containers there."""
     for value in vars(module).values():
-        yield from (held for held in held_in(value) if isinstance(held, Tensor))
+        yield from (held for held in find_references(value) if isinstance(held, Tensor))
 
 
-def held_in(value: Any) -> Iterator[nn.Module | Tensor]:
+def find_references(value: Any) -> Iterator[nn.Module | Tensor]:
     """Find what an attribute holds: itself, in plain containers, or bound to a function."""
     waiting, seen = [value], set()
     while waiting:

@@ -18,15 +18,15 @@ from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.plain import switch_off_fast_paths
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
-from maestro_lod.layers.registry import low_rank_type, opened_type
-from maestro_lod.layers.uses import role_of
-from maestro_lod.model.replace import copy_without_hooks, hand_over, last_of, own_memory
+from maestro_lod.layers.registry import low_rank_type, unpacked_type
+from maestro_lod.layers.uses import module_role
+from maestro_lod.model.replace import copy_without_hooks, last_of, own_memory, transfer_attributes
 
 
 class Form(NamedTuple):
     """What one layer is."""
 
-    kind: Literal["low-rank", "factored", "dense", "opened", "shared"]
+    kind: Literal["low-rank", "factored", "dense", "unpacked", "shared"]
     rank: int | None = None
     """Of a layer that is low-rank or factored into plain ones, or at which its dense weight is."""
     factors_of: str | None = None
@@ -37,7 +37,7 @@ Structure: TypeAlias = dict[str, Form]
 """The layers that differ from the dense model's. "dense" says that a layer is one of torch's own,
 also where the model's dense layer is another library's."""
 
-OPENED = Form("opened")
+UNPACKED = Form("unpacked")
 
 Fill: TypeAlias = Callable[[str, nn.Module, int], LowRank]
 """Makes a low-rank layer of a dense one: given its name, the layer and the rank."""
@@ -50,11 +50,11 @@ def structure_of(model: nn.Module) -> Structure:
     name_of = {id(layer): name for name, layer in low_rank_layers(model).items()}
     structure: Structure = {}
     for name, module in modules.items():
-        role, layer = role_of(module), cast("Any", module)
+        role, layer = module_role(module), cast("Any", module)
         if role == "low-rank":
             structure[name] = Form("low-rank", layer.rank)
-        elif role == "opened":
-            structure[name] = OPENED
+        elif role == "unpacked":
+            structure[name] = UNPACKED
         elif role == "shared":
             if id(layer.embedding) not in name_of:
                 raise LayerError(
@@ -65,14 +65,14 @@ def structure_of(model: nn.Module) -> Structure:
     return structure
 
 
-def without_needless(structure: Structure) -> Structure:
+def drop_unneeded_unpacking(structure: Structure) -> Structure:
     """Leave out opened layers of which no part is left that needs it."""
     holders = {
         name.rpartition(".")[0]
         for name, form in structure.items()
         if form.kind in ("low-rank", "factored")
     }
-    return {n: form for n, form in structure.items() if form != OPENED or n in holders}
+    return {n: form for n, form in structure.items() if form != UNPACKED or n in holders}
 
 
 def svd(name: str, dense: nn.Module, rank: int) -> LowRank:
@@ -86,7 +86,7 @@ def uninitialized(name: str, dense: nn.Module, rank: int) -> LowRank:
     """Leave the factors undefined: they will be loaded, or only their shapes count."""
     kind = low_rank_type(type(dense))
     assert kind is not None
-    return kind.like(dense, rank)
+    return kind.from_dense_shape(dense, rank)
 
 
 def restructure(model: nn.Module, wanted: Structure, *, fill: Fill) -> nn.Module:
@@ -97,7 +97,7 @@ def restructure(model: nn.Module, wanted: Structure, *, fill: Fill) -> nn.Module
     model = unwrapped(model)
     exchanged = _exchanged(model, wanted, fill)
     for exchange in exchanged:
-        hand_over(exchange.old, exchange.new, added_by=exchange.source)
+        transfer_attributes(exchange.old, exchange.new, added_by=exchange.source)
     new = {id(exchange.old): exchange.new for exchange in exchanged}
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
@@ -151,7 +151,7 @@ class _Exchanges:
         opened = {}
         for name, form in self.wanted.items():
             module = self.modules.get(name)
-            kind = opened_type(type(module)) if form == OPENED else None
+            kind = unpacked_type(type(module)) if form == UNPACKED else None
             if kind is not None:
                 opened[name] = kind(self.modules[name])
                 for key, part in opened[name].named_children():
@@ -161,7 +161,7 @@ class _Exchanges:
     def change_layer(self, name: str, module: Any) -> None:
         """Make a layer low-rank, factored or dense."""
         form = self.wanted.get(name)
-        if role_of(module) == "low-rank":
+        if module_role(module) == "low-rank":
             if form is None:
                 self.put(module, module.dense())
             elif form.kind in ("factored", "dense"):
@@ -173,14 +173,14 @@ class _Exchanges:
             self.put(module, self.fill(name, module, form.rank or 0))
         elif form.kind == "factored" or (form.kind == "dense" and not _is_of_torch(module)):
             layer = self.fill(name, module, form.rank or 1)
-            hand_over(module, layer)
+            transfer_attributes(module, layer)
             plain = layer.plain(form.kind, form.rank)
             self.put(module, plain, source=layer)
 
     def change_head(self, name: str, module: Any) -> None:
         """Let an output head use the factors of its embedding, or a weight of its own again."""
         form = self.wanted.get(name)
-        wanted, now = form is not None and form.kind == "shared", role_of(module) == "shared"
+        wanted, now = form is not None and form.kind == "shared", module_role(module) == "shared"
         if form is not None and wanted and not now:
             factors: Any = self.now(self.modules[form.factors_of or ""])
             self.put(module, SharedHead(factors, module._parameters.get("bias")))
@@ -192,7 +192,7 @@ class _Exchanges:
     def close_layer(self, name: str, module: Any) -> None:
         """Make an opened layer torch's own again, where its parts allow it."""
         parts = {key: self.now(part) for key, part in module.named_children()}
-        if name not in self.wanted and (closed := module.closed(parts)) is not None:
+        if name not in self.wanted and (closed := module.repacked(parts)) is not None:
             self.put(module, closed)
 
 
@@ -212,11 +212,11 @@ def _exchanged(model: nn.Module, wanted: Structure, fill: Fill) -> list[_Exchang
             made = exchanges.of.pop(id(part), None)
             own_memory(part, ("weight", "bias") if made is None else ("bias",))  # it has views
             if made is not None:
-                hand_over(part, made.new, added_by=made.source)
+                transfer_attributes(part, made.new, added_by=made.source)
                 layer._modules[key] = made.new
         exchanges.put(there[name], layer)
     for name, module in there.items():
-        if role_of(module) == "opened":
+        if module_role(module) == "unpacked":
             exchanges.close_layer(name, module)
     return list(exchanges.of.values())
 
@@ -225,14 +225,14 @@ def _require_possible(modules: Mapping[str, nn.Module], wanted: Structure) -> No
     """Refuse a structure that the model cannot have."""
     for name, form in wanted.items():
         module = modules.get(name)
-        kind, role = low_rank_type(type(module)), role_of(module)
+        kind, role = low_rank_type(type(module)), module_role(module)
         possible = {
             "low-rank": kind is not None or role == "low-rank",
             "factored": kind is not None or role == "low-rank",
             "dense": module is not None,
-            "opened": opened_type(type(module)) is not None or role == "opened",
+            "unpacked": unpacked_type(type(module)) is not None or role == "unpacked",
             "shared": (isinstance(module, SharedHead.replaces) or role == "shared")
-            and wanted.get(form.factors_of or "", OPENED).kind == "low-rank",
+            and wanted.get(form.factors_of or "", UNPACKED).kind == "low-rank",
         }
         if not possible[form.kind]:
             what = "is missing" if module is None else f"is a {type(module).__name__}"

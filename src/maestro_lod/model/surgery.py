@@ -23,15 +23,15 @@ from maestro_lod.model.structure import (
     Fill,
     Form,
     Structure,
+    drop_unneeded_unpacking,
     restructure,
     restructured_copy,
     structure_of,
     svd,
     uninitialized,
-    without_needless,
 )
 from maestro_lod.model.survey import Plan, Tied, Where
-from maestro_lod.progress import Telling
+from maestro_lod.progress import ProgressLine
 
 
 class Calibrated(Protocol):
@@ -94,7 +94,7 @@ def _require_possible(model: nn.Module, plan: Plan) -> dict[str, int]:
 
 def _telling(fill: Fill, count: int) -> Fill:
     """Return a fill that tells how many of the layers are done."""
-    tell, done = Telling("decompose"), itertools.count(1)
+    tell, done = ProgressLine("decompose"), itertools.count(1)
 
     def told(name: str, dense: nn.Module, rank: int) -> LowRank:
         number = next(done)
@@ -134,7 +134,7 @@ def fuse(model: nn.Module, *, by: By = "params") -> nn.Module:
     for name in heads:
         if wanted[name].factors_of not in wanted:
             del wanted[name]
-    fused = restructure(model, without_needless(wanted), fill=uninitialized)
+    fused = restructure(model, drop_unneeded_unpacking(wanted), fill=uninitialized)
     return model if fused is unwrapped(model) else fused
 
 
@@ -162,16 +162,16 @@ def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") 
 
 def deployed_structure(model: nn.Module, ranks: Mapping[str, int], by: By = "params") -> Structure:
     """Return the structure that `extract` gives a low-rank model at these ranks."""
-    wanted = {n: form for n, form in structure_of(model).items() if form.kind == "opened"}
+    wanted = {n: form for n, form in structure_of(model).items() if form.kind == "unpacked"}
     for name, form in better_forms(model, ranks, by).items():
         wanted[name] = Form(form, ranks[name])
-    return without_needless(wanted)
+    return drop_unneeded_unpacking(wanted)
 
 
 def _require_not_compiled_alone(model: nn.Module) -> None:
     for name, module in unwrapped(model).named_modules():
         inner = unwrapped(module)
-        if inner is not module and hasattr(type(inner), "handed_over"):
+        if inner is not module and hasattr(type(inner), "user_attributes"):
             raise LayerError(
                 f"{name} was compiled by itself: its compiled code would go on with the factors. "
                 "Compile the model or the part that holds it, or fuse before you compile."

@@ -9,13 +9,13 @@ from typing import Any, Literal, cast
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from maestro_lod.errors import LayerError, OptionError, RankError, listed, nearest
+from maestro_lod.errors import LayerError, OptionError, RankError, listed, suggest
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import Ranks, matches, resolve, unwrapped
-from maestro_lod.layers.registry import opened_type
-from maestro_lod.layers.uses import role_of
-from maestro_lod.model.blockers import Obstacles
-from maestro_lod.model.structure import OPENED, Form, Structure, structure_of, uninitialized
+from maestro_lod.layers.registry import unpacked_type
+from maestro_lod.layers.uses import module_role
+from maestro_lod.model.blockers import Blockers
+from maestro_lod.model.structure import UNPACKED, Form, Structure, structure_of, uninitialized
 from maestro_lod.text import table
 
 Where = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -138,7 +138,7 @@ class Plan:
         self.rows, self.dense, self.opened, self.heads = {}, {}, {}, {}
         self._linear: dict[str, nn.Module] = {}  # the heads themselves
         self._model = model
-        self._obstacles = Obstacles(model)
+        self._blockers = Blockers(model)
         done: set[int] = set()  # inside layers that were dealt with as a whole
         for name, module in model.named_modules():
             if id(module) not in done and self._examine(name, module):
@@ -162,14 +162,14 @@ class Plan:
         """Return the structure that the model is to have, at the planned ranks or at these."""
         ranks = self.wanted() if ranks is None else ranks
         wanted = {name: Form("low-rank", rank) for name, rank in ranks.items()}
-        opened = {n: OPENED for n, parts in self.opened.items() if wanted.keys() & set(parts)}
+        opened = {n: UNPACKED for n, parts in self.opened.items() if wanted.keys() & set(parts)}
         found = {**structure_of(self._model), **opened, **wanted}
         heads = {h: Form("shared", factors_of=e) for h, e in self.heads.items() if e in found}
         return {**found, **heads}
 
     def _examine(self, name: str, module: nn.Module) -> bool:
         """List one module; say whether that deals with its submodules too."""
-        role, layer = role_of(module), cast("Any", module)
+        role, layer = module_role(module), cast("Any", module)
         if role == "low-rank":
             row = SurveyedLayer(name, layer.kind, tuple(layer.weight_shape), low_rank=True)
             self.rows[name] = _with_ranks(row, layer, layer.rank)
@@ -177,16 +177,16 @@ class Plan:
             shape = tuple(layer.embedding.weight_shape)
             reason = "uses the factors of its embedding"
             self.rows[name] = SurveyedLayer(name, "SharedHead", shape, left_alone=reason)
-        elif (opened := opened_type(type(module))) is not None:
-            if reason := self._obstacles.to_opening(module):
+        elif (opened := unpacked_type(type(module))) is not None:
+            if reason := self._blockers.unpacking_reason(module):
                 self._leave_alone(name, module, reason)
             else:
                 parts = {f"{name}.{k}".lstrip("."): p for k, p in opened(module).named_children()}
                 self.opened[name] = list(parts)
                 for part_name, part in parts.items():
-                    self._add(part_name, part, self._obstacles.to_saving(part))
+                    self._add(part_name, part, self._blockers.saving_reason(part))
             return True
-        elif (obstacle := self._obstacles.to(module)) is not None:
+        elif (obstacle := self._blockers.reason(module)) is not None:
             self._add(name, module, obstacle)
             return obstacle in ("quantized", "parametrized")
         return False
@@ -206,8 +206,8 @@ class Plan:
 
     def _share_tied(self) -> None:
         """Plan one factor pair for each embedding that is tied to exactly one linear head."""
-        for (name, embedding), (head, linear) in self._obstacles.tied_heads():
-            reason = self._obstacles.to_sharing(embedding, linear)
+        for (name, embedding), (head, linear) in self._blockers.tied_heads():
+            reason = self._blockers.sharing_reason(embedding, linear)
             self._add(name, embedding, reason)
             if not reason:
                 self.heads[head], self._linear[head] = name, linear
@@ -235,7 +235,7 @@ class Plan:
                 if not hits:
                     raise LayerError(
                         f"{option} pattern {pattern!r} matches no layer."
-                        f"{nearest(pattern, self.rows)} Layers that can be decomposed: "
+                        f"{suggest(pattern, self.rows)} Layers that can be decomposed: "
                         f"{listed(self.dense)}."
                     )
                 found |= dict.fromkeys(hits, f" ({pattern})")

@@ -26,7 +26,7 @@ from maestro_lod.layers.ranks import (
     unwrapped,
 )
 from maestro_lod.model.inputs import call, device_of, in_mode, on_device, split_batch
-from maestro_lod.model.structure import OPENED, restructured_copy, structure_of
+from maestro_lod.model.structure import UNPACKED, restructured_copy, structure_of
 from maestro_lod.sizes.calibration import Batches, Calibration
 from maestro_lod.sizes.whitening import whitened_factors
 from maestro_lod.train.evaluate import recalibrate
@@ -83,7 +83,7 @@ def correct(
 
 def _opened_alike(teacher: nn.Module, model: nn.Module) -> nn.Module:
     """Return the teacher, or a copy of it in which the modules are opened that the model opened."""
-    opened = {name: form for name, form in structure_of(model).items() if form == OPENED}
+    opened = {name: form for name, form in structure_of(model).items() if form == UNPACKED}
     return restructured_copy(teacher, opened) if opened else teacher
 
 
@@ -101,7 +101,7 @@ def _in_order(model: nn.Module, inputs: Any) -> list[list[str]]:
     for name, x in calls:
         if names.count(name) > 1:
             continue
-        if x is last and layers[groups[-1][0]].reads() == layers[name].reads():
+        if x is last and layers[groups[-1][0]].input_key() == layers[name].input_key():
             groups[-1].append(name)
         else:
             groups.append([name])

@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from torch import nn
 
-from maestro_lod.errors import LayerError, OptionError, listed, nearest, require_whole
+from maestro_lod.errors import LayerError, OptionError, listed, require_whole, suggest
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
 from maestro_lod.model.cost import Costs
 from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import Example, require_number
 from maestro_lod.model.limits import Point
 from maestro_lod.model.macs import DenseMacs, dense_macs
-from maestro_lod.progress import Telling
+from maestro_lod.progress import ProgressLine
 from maestro_lod.sizes.journal import Journal
 from maestro_lod.sizes.replay import Loss, Replay, alone_with
 from maestro_lod.sizes.strategies import METHODS, Search, Submodel, at_given_ranks
@@ -155,14 +155,14 @@ def require_method(method: str) -> None:
     """Refuse a way to search that there is not."""
     if method not in METHODS:
         raise OptionError(
-            f"method={method!r} is not known.{nearest(str(method), METHODS)} Choose one of "
+            f"method={method!r} is not known.{suggest(str(method), METHODS)} Choose one of "
             f"{listed(METHODS)}."
         )
 
 
 def _usual_progress() -> Callable[[int, float], None]:
     """Return who is told how far a search has come if nobody else is."""
-    tell = Telling("frontier")
+    tell = ProgressLine("frontier")
     return lambda count, share: tell(lambda: f"{count} sizes, down to {share:.2f}×")
 
 

@@ -20,7 +20,7 @@ from maestro_lod.errors import OptionError
 from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank, PlainForm
 from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve_for, unwrapped
-from maestro_lod.layers.uses import Use, uses_of
+from maestro_lod.layers.uses import FactorUse, factor_uses
 from maestro_lod.model.inputs import Call, Example, as_call, device_of, in_mode
 from maestro_lod.model.surgery import extract
 from maestro_lod.sizes.measured import Latency, LayerLatency, RankTiming
@@ -110,7 +110,7 @@ def _recorded_calls(model: nn.Module, call: Call) -> dict[str, list[_LayerCall]]
     calls: dict[str, list[_LayerCall]] = {name: [] for name in require_low_rank(model)}
     modules = dict(unwrapped(model).named_modules())
 
-    def noting(use: Use) -> Callable[..., None]:
+    def noting(use: FactorUse) -> Callable[..., None]:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             layouts = (
@@ -123,7 +123,7 @@ def _recorded_calls(model: nn.Module, call: Call) -> dict[str, list[_LayerCall]]
 
     handles = [
         modules[use.name].register_forward_pre_hook(noting(use), with_kwargs=True)
-        for use in uses_of(unwrapped(model))
+        for use in factor_uses(unwrapped(model))
     ]
     try:
         run(model, call)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from maestro_lod.errors import CheckpointError, LayerError, listed, nearest
+from maestro_lod.errors import CheckpointError, LayerError, listed, suggest
 from maestro_lod.layers.lowrank import PlainForm
 from maestro_lod.layers.ranks import Ranks, resolve
 from maestro_lod.text import Table, Tabular
@@ -89,7 +89,7 @@ class Latency(Tabular):
         """Return the form of a layer that is not slower than its dense form at this rank."""
         if name not in self.layers:
             raise LayerError(
-                f"{name or '(the model itself)'} was not measured.{nearest(name, self.layers)} "
+                f"{name or '(the model itself)'} was not measured.{suggest(name, self.layers)} "
                 f"Measured: {listed(self.layers)}. Call latency on the model that you extract."
             )
         return self.layers[name].choose(rank)

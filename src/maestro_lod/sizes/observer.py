@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from maestro_lod.errors import DataError
 from maestro_lod.layers.lowrank import LowRank, Rows
-from maestro_lod.layers.registry import opened_type
+from maestro_lod.layers.registry import unpacked_type
 from maestro_lod.model.survey import Plan
 
 LARGEST_OUTPUT = 4096  # of a layer whose output gradients are related to each other
@@ -150,7 +150,7 @@ class Observer:
 
     def _opened(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """Look into a layer with several weights: run it once more, with parts that can be seen."""
-        opened = opened_type(type(module))(module)
+        opened = unpacked_type(type(module))(module)
         if opened.applies_parts:
             return lambda module, args, kwargs, output: opened.shown(
                 self._part_seen(name), *args, **kwargs

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from maestro_lod.errors import LayerError, OptionError
 from maestro_lod.model.inputs import Call
-from maestro_lod.progress import Telling
+from maestro_lod.progress import ProgressLine
 
 ROUNDS = 15
 """Of a timing that is shown to users."""
@@ -93,7 +93,7 @@ def interleaved(
         call()
     times: dict[Any, list[float]] = {key: [] for key in variants}
     keys, draw = list(variants), random.Random(0)
-    tell = Telling("measuring")
+    tell = ProgressLine("measuring")
     for done in range(rounds):
         start = draw.randrange(len(keys))  # neighbours, which are compared, stay neighbours
         for key in keys[start:] + keys[:start]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from maestro_lod.progress import Telling
+from maestro_lod.progress import ProgressLine
 from maestro_lod.train.progress import Progress
 
 
@@ -23,7 +23,7 @@ class Watch:
 
 def usual_watch(epochs: int) -> Watch:
     """Return who watches if nobody else does: a line every few seconds, where progress is shown."""
-    tell = Telling("fit")
+    tell = ProgressLine("fit")
 
     def place(progress: Progress) -> str:
         if progress.batch or not progress.history:

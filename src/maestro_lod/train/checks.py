@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.errors import LayerError, OptionError, TrainingError, listed, require_nonnegative
+from maestro_lod.errors import (
+    LayerError,
+    OptionError,
+    TrainingError,
+    listed,
+    require_nonnegative,
+)
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import require_low_rank
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from maestro_lod.layers.ranks import low_rank_layers, ranks
-from maestro_lod.layers.uses import Costed, uses_of
+from maestro_lod.layers.uses import FactorUser, factor_uses
 from maestro_lod.model.cost import Cost, Costs, count_bits, count_params
 from maestro_lod.model.inputs import Example
 from maestro_lod.model.macs import DenseMacs, dense_macs
@@ -112,16 +112,16 @@ class Ledger:
         model: nn.Module,
         chances: Mapping[str, Sequence[float]],
         full_pass: float,
-        macs: Callable[[Costed, int, int], int],
+        macs: Callable[[FactorUser, int, int], int],
     ) -> float | None:
         if self.dense_macs is None:
             return None
         layers = low_rank_layers(model)
         sampled = full = float(self.dense_macs)
-        for use in uses_of(model):  # a shared head is drawn with its embedding
+        for use in factor_uses(model):  # a shared head is drawn with its embedding
             layer, positions = use.costs, self.positions[use.name]
             whole = macs(layer, positions, layer.rank)
-            if layers[use.owner].identity is not None:  # trained as its weight
+            if layers[use.owner].identity_factor is not None:  # trained as its weight
                 whole = layer.dense_macs(positions)
             full += whole - layer.dense_macs(positions)
             sampled += whole - layer.dense_macs(positions)

@@ -7,8 +7,8 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from maestro_lod.amounts import amount_of
 from maestro_lod.errors import OptionError, require_nonnegative, require_whole
+from maestro_lod.text import parse_size
 from maestro_lod.train.method import setting
 
 
@@ -37,7 +37,7 @@ def _amount(value: Any) -> Any:
         raise ValueError("must be a number, not true or false")
     if value is not None and not isinstance(value, int | float | str):
         raise ValueError("must be a number")
-    return amount_of(value) if isinstance(value, str) else value
+    return parse_size(value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Budget:
             raise OptionError("a budget needs either params or macs, such as Budget(params=0.2).")
         given: Any = self._given
         if isinstance(given, str):
-            given = amount_of(given, f"the budget's {self.kind}")
+            given = parse_size(given, f"the budget's {self.kind}")
             object.__setattr__(self, self.kind, given)
         real = isinstance(given, numbers.Real) and not isinstance(given, bool)
         if not real or not 0 < given < math.inf or (given > 1 and given != round(given, 0)):

@@ -14,9 +14,9 @@ from maestro_lod.errors import (
     OptionError,
     TrainingError,
     listed,
-    nearest,
     require_seed,
     require_whole,
+    suggest,
 )
 from maestro_lod.layers.ranks import require_low_rank
 from maestro_lod.sizes.rank_order import order_ranks
@@ -50,7 +50,7 @@ class RankSampler:
     def __init__(self, model: nn.Module, *, strategy: str = "pairs", seed: int = 0) -> None:
         if not isinstance(strategy, str) or strategy not in STRATEGIES:
             raise OptionError(
-                f"sampling strategy {strategy!r} is not known.{nearest(str(strategy), STRATEGIES)} "
+                f"sampling strategy {strategy!r} is not known.{suggest(str(strategy), STRATEGIES)} "
                 f"Choose from {listed(STRATEGIES)}."
             )
         self._model, self._layers = model, require_low_rank(model)

@@ -33,7 +33,7 @@ class Unfactored:
     @property
     def names(self) -> list[str]:
         """The layers that are trained as their weights now."""
-        return [name for name, layer in self._layers.items() if layer.identity is not None]
+        return [name for name, layer in self._layers.items() if layer.identity_factor is not None]
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -48,7 +48,7 @@ class Unfactored:
         """
         for name, layer in self._layers.items():
             trained = all(factor.requires_grad for factor in layer.stored_factors())
-            if layer.identity is None and trained and 0 < layer.rank == layer.full_rank:
+            if layer.identity_factor is None and trained and 0 < layer.rank == layer.full_rank:
                 for each in filter(None, (layer, self._averaged.get(name))):
                     _turn_to_weight(each)
                 for factor in layer.stored_factors():
@@ -57,7 +57,7 @@ class Unfactored:
     def hold(self, names: Collection[str]) -> None:
         """Go on with layers whose loaded factors are an identity and a weight."""
         for name, layer in self._layers.items():
-            layer.identity = _still_factor(layer) if name in names else None
+            layer.identity_factor = _frozen_factor(layer) if name in names else None
 
     @torch.no_grad()
     def _keep_identities(self) -> None:
@@ -68,7 +68,7 @@ class Unfactored:
                 fill(still, _identity_like(still, layer))
 
 
-def _still_factor(layer: LowRank) -> Any:
+def _frozen_factor(layer: LowRank) -> Any:
     """Return which factor can be the identity: the square one."""
     m, n = layer.matrix_shape
     return "u" if m <= n else "v"
@@ -78,11 +78,11 @@ def _turn_to_weight(layer: LowRank) -> None:
     stored = layer.stored_factors()
     left, right = layer._matrices(*map(gathered, stored))
     weight, eye = left @ right, _eye(layer, left)
-    still = _still_factor(layer)
+    still = _frozen_factor(layer)
     new = (eye, weight) if still == "u" else (weight, eye)
     for factor, value in zip(stored, layer.factors_of(*new), strict=True):
         fill(factor, value)
-    layer.identity = still
+    layer.identity_factor = still
 
 
 def _eye(layer: LowRank, like: Tensor) -> Tensor:
@@ -93,13 +93,13 @@ def _eye(layer: LowRank, like: Tensor) -> Tensor:
 
 def _identity_of(layer: LowRank) -> nn.Parameter:
     u, v = layer.stored_factors()
-    return u if layer.identity == "u" else v
+    return u if layer.identity_factor == "u" else v
 
 
 def _identity_like(still: Tensor, layer: LowRank) -> Tensor:
     """Return the identity in the layout of the factor that it is."""
     eye, (m, n) = _eye(layer, still), layer.matrix_shape
     nothing = still.new_zeros(())
-    if layer.identity == "u":
+    if layer.identity_factor == "u":
         return layer.factors_of(eye, nothing.expand(layer.groups, layer.rank, n))[0]
     return layer.factors_of(nothing.expand(layer.groups, m, layer.rank), eye)[1]

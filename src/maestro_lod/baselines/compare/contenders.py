@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from maestro_lod.cli.methods import METHODS
 from maestro_lod.cli.recipe import method_of
-from maestro_lod.errors import OptionError, listed, nearest
+from maestro_lod.errors import OptionError, listed, suggest
 from maestro_lod.train.method import Settings
 
 
@@ -89,7 +89,7 @@ def require_known(names: Iterable[str]) -> None:
     for name in names:
         if name not in known():
             raise OptionError(
-                f"there is no method {name!r}.{nearest(name, known())} Known: "
+                f"there is no method {name!r}.{suggest(name, known())} Known: "
                 f"{listed(known(), 20)}."
             )
 

@@ -21,8 +21,8 @@ from maestro_lod.cli.report.page import document, section_of
 from maestro_lod.cli.report.parts import PageSection, capital, grid, named, note, show, table, tick
 from maestro_lod.cli.report.text import duration, plain, quantity, times
 from maestro_lod.files.atomic import replacing
-from maestro_lod.markup import Markup, joined, tag
-from maestro_lod.plot import Format
+from maestro_lod.model.plot import Format
+from maestro_lod.text import Markup, joined, tag
 
 _AXES: dict[str, tuple[str, Format]] = {
     "params": ("parameters", quantity),

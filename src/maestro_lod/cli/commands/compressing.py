@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from maestro_lod.amounts import amount_of
 from maestro_lod.cli.commands import options
 from maestro_lod.cli.recipe import load_recipe
 from maestro_lod.cli.recipe_files import recipe_names
@@ -24,17 +23,17 @@ from maestro_lod.cli.terminal import say
 from maestro_lod.cli.unfinished import unfinished
 from maestro_lod.cli.user_code import called, own_function, with_article
 from maestro_lod.deploy.export import export
-from maestro_lod.errors import DataError, OptionError, listed, nearest
+from maestro_lod.errors import DataError, OptionError, listed, suggest
 from maestro_lod.files.stage_cache import Kept
-from maestro_lod.installing import install
 from maestro_lod.model.checkpoint import save
 from maestro_lod.model.inputs import Call, as_call, split_batch
 from maestro_lod.model.survey import Tied
 from maestro_lod.pretrained.compression import Progress as Report
 from maestro_lod.pretrained.compression import compress as compressed
 from maestro_lod.pretrained.distillation import heal as healed
-from maestro_lod.progress import Telling, progress_shown
+from maestro_lod.progress import ProgressLine, progress_enabled
 from maestro_lod.sizes.outputs import own_outputs, own_scores, scores_loss
+from maestro_lod.text import install_command, parse_size
 
 _FORMATS = ("safetensors", "onnx")
 
@@ -88,7 +87,7 @@ def compress(
       lod compress ./llama --data stories.jsonl --max-params 0.5 --heal 500 --out small
     """
     formats = _require_formats(to, int8)
-    limit = amount_of(max_params, "--max-params")
+    limit = parse_size(max_params, "--max-params")
     with unfinished(out) as work:
         model, inputs, scores = _opened(source, data, batches)
         tied: Tied = "share" if share_tied else "keep"
@@ -157,7 +156,7 @@ def _opened(source: str, data: str | None, count: int) -> tuple[nn.Module, list[
         return model, _batches(data, path, count), False
     if source not in (names := recipe_names()) and path.suffix not in (".yaml", ".yml"):
         raise OptionError(
-            f"{source!r} is neither a directory nor a recipe.{nearest(source, names)} For a model "
+            f"{source!r} is neither a directory nor a recipe.{suggest(source, names)} For a model "
             f"on a hub, download it first (hf download {source} --local-dir {path.name}) and give "
             "the directory."
         )
@@ -197,7 +196,7 @@ def _extra(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise OptionError(
-            f"transformers directories need the package: {install('huggingface')}."
+            f"transformers directories need the package: {install_command('huggingface')}."
         ) from None
 
 
@@ -219,12 +218,12 @@ def _bars(quiet: bool) -> Iterator[Report]:
     """Show what is being done, how far it is, and how long it will take."""
     console = Console()
     if quiet or not console.is_terminal:
-        telling: dict[str, Telling] = {}
+        telling: dict[str, ProgressLine] = {}
 
         def tell(what: str, done: int, of: int) -> None:
-            telling.setdefault(what, Telling(what))(lambda: f"{done} of {of}")
+            telling.setdefault(what, ProgressLine(what))(lambda: f"{done} of {of}")
 
-        with progress_shown(not quiet):
+        with progress_enabled(not quiet):
             yield tell
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()

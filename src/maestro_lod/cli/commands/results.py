@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from maestro_lod.amounts import amount_of
 from maestro_lod.cli.bench import bench as compare
 from maestro_lod.cli.commands import options
 from maestro_lod.cli.recipe import load_recipe
@@ -27,6 +26,7 @@ from maestro_lod.files.json_files import parse_json, read_limited
 from maestro_lod.model.checkpoint import verify as verify_tensors
 from maestro_lod.model.cost import summary as summary_of
 from maestro_lod.sizes.frontier_search import require_method
+from maestro_lod.text import parse_size
 
 
 def report(
@@ -128,7 +128,7 @@ def deploy(
     formats = [*dict.fromkeys(to or ["onnx"])]
     counts = {"max_params": max_params, "max_macs": max_macs, "max_bytes": max_bytes}
     limits: dict[str, float | None] = {
-        key: None if text is None else amount_of(text, f"--{key.replace('_', '-')}")
+        key: None if text is None else parse_size(text, f"--{key.replace('_', '-')}")
         for key, text in counts.items()
     }
     limits |= {"max_latency": max_latency, "min_accuracy": min_accuracy}

@@ -28,7 +28,7 @@ from maestro_lod.cli.torchrun import (
     together,
 )
 from maestro_lod.errors import OptionError
-from maestro_lod.installing import install
+from maestro_lod.text import install_command
 
 
 def train(
@@ -228,7 +228,7 @@ def _extra(module: str, what: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise OptionError(f"{what} needs more packages: {install(extra)}.") from None
+        raise OptionError(f"{what} needs more packages: {install_command(extra)}.") from None
 
 
 def _result_table(result: dict[str, Any]) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 from maestro_lod.cli.data.batches import USUAL_SHARE, Batches, Data, Request
 from maestro_lod.cli.user_code import nearest_name
-from maestro_lod.errors import DataError, OptionError, listed, nearest
-from maestro_lod.installing import install
+from maestro_lod.errors import DataError, OptionError, listed, suggest
+from maestro_lod.text import install_command
 
 __all__ = ["DATA", "Batches", "Data", "load_data"]
 
@@ -49,13 +49,15 @@ def load_data(
         load = importlib.import_module(f"{__name__}.{DATA[name]}").load
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        raise DataError(f"{name} needs the package {package}: {install('data')}.") from error
+        raise DataError(
+            f"{name} needs the package {package}: {install_command('data')}."
+        ) from error
     parameters = inspect.signature(load).parameters.values()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     for option in options:
         if option not in known:
             raise OptionError(
-                f"{name} has no option {option!r}; it has {listed(known)}.{nearest(option, known)}"
+                f"{name} has no option {option!r}; it has {listed(known)}.{suggest(option, known)}"
             )
     data: Data = load(request, **options)
     return data

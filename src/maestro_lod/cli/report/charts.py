@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maestro_lod import plot
 from maestro_lod.cli.report.text import plain, quantity
-from maestro_lod.markup import Markup, joined, tag
-from maestro_lod.plot import Axis, Format, Frame, colour
+from maestro_lod.model import plot
+from maestro_lod.model.plot import Axis, Format, Frame, colour
+from maestro_lod.text import Markup, joined, tag
 
 # six share no factor with seven colours, so that 42 runs look different
 _SHAPES = (

@@ -19,7 +19,7 @@ from maestro_lod.cli.report.parts import (
 )
 from maestro_lod.cli.report.runs import ReportedRun, drawable, number
 from maestro_lod.cli.report.text import of_dense, plain, quantity, times
-from maestro_lod.markup import Markup, joined, tag
+from maestro_lod.text import Markup, joined, tag
 
 _SPLITS = ("train_", "validation_")
 # charted by `cost`, or no measure at all

@@ -23,8 +23,8 @@ from maestro_lod.cli.report.parts import (
 )
 from maestro_lod.cli.report.runs import ReportedRun, mapping, number, ranks_of, records
 from maestro_lod.cli.report.text import duration, percent, plain, quantity, times
-from maestro_lod.markup import Markup, tag
-from maestro_lod.plot import colour
+from maestro_lod.model.plot import colour
+from maestro_lod.text import Markup, tag
 
 
 @dataclass(frozen=True)

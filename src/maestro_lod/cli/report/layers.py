@@ -9,8 +9,8 @@ from typing import Any
 from maestro_lod.cli.report.parts import SIZES, PageSection, about, bar, breakable, note, table
 from maestro_lod.cli.report.runs import ReportedRun, mapping, number, records
 from maestro_lod.cli.report.text import plain, quantity, times
-from maestro_lod.markup import Markup, joined, tag
-from maestro_lod.plot import colour
+from maestro_lod.model.plot import colour
+from maestro_lod.text import Markup, joined, tag
 
 
 def ranks(run: ReportedRun, series: int, *, alone: bool) -> PageSection | None:

@@ -20,8 +20,8 @@ from maestro_lod.cli.report.parts import (
 )
 from maestro_lod.cli.report.runs import METRICS, ReportedRun, SplitScore, number
 from maestro_lod.cli.report.text import duration, of_dense, plain, quantity, times
-from maestro_lod.markup import Markup, joined, tag
-from maestro_lod.plot import colour
+from maestro_lod.model.plot import colour
+from maestro_lod.text import Markup, joined, tag
 
 
 def notices(run: ReportedRun, *, alone: bool) -> Iterator[Markup]:

@@ -15,7 +15,7 @@ from maestro_lod.cli.report.layers import layers, ranks
 from maestro_lod.cli.report.overview import comparison, environment, headline, notices, settings
 from maestro_lod.cli.report.parts import PageSection
 from maestro_lod.cli.report.runs import ReportedRun
-from maestro_lod.markup import Markup, tag
+from maestro_lod.text import Markup, tag
 
 _ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath "

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from maestro_lod.cli.report.charts import badge
 from maestro_lod.cli.report.runs import ReportedRun
 from maestro_lod.cli.report.text import percent, percent_tick, plain
-from maestro_lod.markup import Markup, joined, tag
-from maestro_lod.plot import Format
+from maestro_lod.model.plot import Format
+from maestro_lod.text import Markup, joined, tag
 
 SIZES = {"params": "parameters", "macs": "MACs"}
 """What a model is measured by."""

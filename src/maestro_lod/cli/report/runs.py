@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maestro_lod.cli.yaml_settings import settings_in
-from maestro_lod.errors import CheckpointError, OptionError, listed, nearest
+from maestro_lod.errors import CheckpointError, OptionError, listed, suggest
 from maestro_lod.files.atomic import require_no_link_out
 from maestro_lod.files.json_files import parse_json, read_json_file, read_limited
 from maestro_lod.train.record import EpochRecord
@@ -212,7 +212,7 @@ def _read(path: Path, name: str) -> ReportedRun:
 def _what_is_there(path: Path) -> str:
     if not path.is_dir():
         siblings = [entry.name for entry in path.parent.glob("*/")]
-        return f"there is no such directory.{nearest(path.name, siblings)}"
+        return f"there is no such directory.{suggest(path.name, siblings)}"
     runs = sorted(str(config.parent) for config in path.glob("*/config.yaml"))
     if runs:
         return f"it holds runs. Give these: {listed(runs)}."

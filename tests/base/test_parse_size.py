@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maestro_lod.amounts import amount_of
 from maestro_lod.errors import OptionError
+from maestro_lod.text import parse_size
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from maestro_lod.errors import OptionError
     ],
 )  # fmt: skip
 def test_a_share_is_a_float_and_a_count_an_int(text: str, meant: float) -> None:
-    read = amount_of(text)
+    read = parse_size(text)
     assert read == pytest.approx(meant)
     assert type(read) is type(meant)
 
@@ -28,22 +28,22 @@ def test_a_share_is_a_float_and_a_count_an_int(text: str, meant: float) -> None:
 @pytest.mark.parametrize("text", ["1", "1.0", "1.", "1.00"])
 def test_one_could_be_either_and_is_explained(text: str) -> None:
     with pytest.raises(OptionError, match=r"all of the dense model or a single one.*100%"):
-        amount_of(text, "--max-params")
+        parse_size(text, "--max-params")
 
 
 @pytest.mark.parametrize("text", ["", "x", "%", "many", "-5", "1.5", "0.3k5", "12%%", "nan", "inf"])
 def test_what_is_no_amount_is_refused_with_the_ways_to_write_one(text: str) -> None:
     with pytest.raises(OptionError, match=r"25%.*300k") as refused:
-        amount_of(text, "--max-macs")
+        parse_size(text, "--max-macs")
     assert "--max-macs" in str(refused.value)
 
 
 @given(st.integers(2, 10**12))
 def test_every_whole_number_above_one_is_that_count(count: int) -> None:
-    assert amount_of(str(count)) == count
-    assert amount_of(f"{count}k") == 1000 * count
+    assert parse_size(str(count)) == count
+    assert parse_size(f"{count}k") == 1000 * count
 
 
 @given(st.integers(1, 9999))
 def test_a_percentage_and_its_share_are_the_same(hundredths: int) -> None:
-    assert amount_of(f"{hundredths / 100}%") == pytest.approx(amount_of(f"{hundredths / 10**4}x"))
+    assert parse_size(f"{hundredths / 100}%") == pytest.approx(parse_size(f"{hundredths / 10**4}x"))

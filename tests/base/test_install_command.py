@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from maestro_lod.installing import install
+from maestro_lod.text import install_command
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_the_command_names_where_the_library_came_from(
     text = None if noted is None else json.dumps(noted)
     found = SimpleNamespace(read_text=lambda name: text)
     monkeypatch.setattr(metadata, "distribution", lambda name: found)
-    assert install("export") == command
+    assert install_command("export") == command
 
 
 def test_a_library_that_was_never_installed_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,4 +39,4 @@ def test_a_library_that_was_never_installed_has_its_name(monkeypatch: pytest.Mon
         raise metadata.PackageNotFoundError
 
     monkeypatch.setattr(metadata, "distribution", missing)
-    assert install("cli") == "pip install 'maestro-lod[cli]'"
+    assert install_command("cli") == "pip install 'maestro-lod[cli]'"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from maestro_lod.markup import Markup, joined, tag
+from maestro_lod.text import Markup, joined, tag
 
 COLOURS = ("#0067b0", "#c4460a", "#00795a", "#a2307c", "#8a6100", "#5b4bc4", "#4a5666")
 _DASHES = (None, "7 3", "2 3", "9 3 2 3")  # so that curves differ without colours too
