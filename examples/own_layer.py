@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.layers import LowRank, register
 
 
 class BilinearThenLinear(nn.Sequential):
@@ -28,8 +27,8 @@ class BilinearThenLinear(nn.Sequential):
         return result
 
 
-@register(nn.Bilinear)
-class LowRankBilinear(LowRank):
+@lod.register(nn.Bilinear)
+class LowRankBilinear(lod.LowRank):
     """y = u·(x1ᵀ v x2) + bias, at the active rank."""
 
     kind = "Bilinear"

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 import maestro_lod as lod
 from maestro_lod.cli.main import COMMANDS
 from maestro_lod.integrations.huggingface import save_pretrained
-from maestro_lod.train.elastic import Elastic
 from tests.support.directories import write_llama
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +73,7 @@ def given_to(page: str, block: str) -> dict[str, Any]:
     if page == "tuning":
         decomposed = lod.decompose(model)
         return {
-            "lod": lod, "torch": torch, "F": functional, "Elastic": Elastic, "build": network,
+            "lod": lod, "torch": torch, "F": functional, "build": network,
             "model": decomposed, "optimizer": torch.optim.SGD(decomposed.parameters(), lr=0.1),
             "x": x, "y": torch.zeros(8, dtype=torch.int64),
             "train_epoch": lambda model, penalty: (0.99, 9_000, 9_000, 1.0),
@@ -124,6 +123,18 @@ def test_every_page_has_its_place_in_the_menu() -> None:
     )
     named = {page for pages in ast.literal_eval(order).values() for page in pages}
     assert {page.stem for page in DOCS} <= named
+
+
+IMPORTS = re.compile(r"(?:from|import) (maestro_lod[\w.]*)|\b(maestro_lod(?:\.[a-z_]+)+)\.\w+")
+
+
+def test_no_page_or_example_imports_deeper_than_the_top_level() -> None:
+    pages = [ROOT / "README.md", *DOCS, *(ROOT / "examples").rglob("*.*")]
+    for page in (path for path in pages if path.suffix in (".md", ".py", ".ipynb")):
+        text = re.sub(r"(?m)^::: .*$", "", page.read_text(encoding="utf-8"))
+        for imported, used in IMPORTS.findall(text):
+            room = (imported or used).removeprefix("maestro_lod").strip(".").split(".")
+            assert room == [""] or (room[0] == "integrations" and len(room) <= 2), page
 
 
 def test_every_public_name_is_in_the_reference_with_an_example() -> None:
