@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.cli.models.lenet import LeNet
 
 EPOCHS, BATCH, PENALTY = 60, 32, 1e-3
 
@@ -44,8 +43,9 @@ def main() -> None:
     example = torch.empty(1, 1, 28, 28)
     shuffle = torch.Generator().manual_seed(0)
 
-    dense = LeNet()
-    model = lod.decompose(LeNet())
+    build = lod.MODELS["lenet"]
+    dense = build()
+    model = lod.decompose(build())
     start = lod.summary(model, example)
     dense_optimizer = torch.optim.SGD(dense.parameters(), lr=0.02, momentum=0.9)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.layers import LowRank, register
 
 
 class BilinearThenLinear(nn.Sequential):
@@ -28,17 +27,17 @@ class BilinearThenLinear(nn.Sequential):
         return result
 
 
-@register(nn.Bilinear)
-class LowRankBilinear(LowRank):
+@lod.register(nn.Bilinear)
+class LowRankBilinear(lod.LowRank):
     """y = u·(x1ᵀ v x2) + bias, at the active rank."""
 
     kind = "Bilinear"
     options = ("in1_features", "in2_features", "out_features")
 
     @classmethod
-    def like(cls, dense: Any, rank: int | None = None) -> LowRankBilinear:
+    def from_dense_shape(cls, dense: Any, rank: int | None = None) -> LowRankBilinear:
         out, in1, in2 = dense.weight.shape
-        return cls.empty(dense, rank, (out,), (in1, in2))
+        return cls.allocate(dense, rank, (out,), (in1, in2))
 
     @property
     def in1_features(self) -> int:

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.model.cost import Costs
-from maestro_lod.sizes.outputs import own_scores, scores_loss
 
 EPOCHS, BATCH = 12, 32
 SHARES = (0.5, 0.3, 0.2)
@@ -56,16 +54,20 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return float((model.eval()(images).argmax(1) == labels).float().mean())
 
 
+def count_params(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def by_weights(model: nn.Module, share: float) -> nn.Module:
     """Cut every layer to the same share of its ranks, the largest that keeps the limit."""
     low_rank = lod.decompose(copy.deepcopy(model))
-    costs = Costs(low_rank, None)
     full = lod.ranks(low_rank)
     for percent in range(99, 0, -1):
         ranks = {name: max(1, rank * percent // 100) for name, rank in full.items()}
-        if costs.at(ranks).params <= share * costs.dense.params:
+        small = lod.extract(low_rank, ranks)
+        if count_params(small) <= share * count_params(model):
             break
-    return lod.extract(low_rank, ranks)
+    return small
 
 
 def main() -> None:
@@ -78,8 +80,14 @@ def main() -> None:
         row = [accuracy(by_weights(original, share), test_images, test_labels)]
         for steps in (0, 200):
             model = copy.deepcopy(original)
-            done = lod.compress(model, data, max_params=share, loss=own_scores, distill_steps=steps,
-                            soft_loss=scores_loss)  # fmt: skip
+            done = lod.compress(
+                model,
+                data,
+                max_params=share,
+                loss=lod.own_scores,
+                distill_steps=steps,
+                soft_loss=lod.scores_loss,
+            )
             row.append(accuracy(lod.extract(model), test_images, test_labels))
         kept = done.params / done.dense_params
         print(f"{kept:9.2f}×{row[0]:16.1%}{row[1]:13.1%}{row[2]:25.1%}")

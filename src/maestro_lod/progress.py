@@ -11,6 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
+
+OnProgress: TypeAlias = Callable[[int, int, str], object]
+"""`on_progress(done, total, note)`: the number of finished steps, the number of all steps, and the
+name of the current task."""
 
 _FIRST, _EVERY = 2.0, 5.0  # seconds until the first line, and between lines
 _switch: bool | None = None

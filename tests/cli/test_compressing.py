@@ -155,7 +155,7 @@ def test_mistakes_are_one_line_and_exit_code_two_or_one(llama, own, texts, tmp_p
     data = ["--data", texts["txt"]]
     cases = [
         ((llama, *limit, *out), 2, "--data is missing"),
-        ((llama, *data, "--max-params", "half", *out), 2, "is no amount"),
+        ((llama, *data, "--max-params", "half", *out), 2, "is not a size"),
         ((llama, *data, *limit, "--to", "gguf", *out), 2, "--to gguf is not known"),
         ((llama, *data, *limit, "--int8", *out), 2, "--int8 is for ONNX files"),
         ((llama, *data, *limit, "--out", tmp_path / "taken"), 2, "exists already"),

@@ -125,6 +125,18 @@ def test_every_page_has_its_place_in_the_menu() -> None:
     assert {page.stem for page in DOCS} <= named
 
 
+IMPORTS = re.compile(r"(?:from|import) (maestro_lod[\w.]*)|\b(maestro_lod(?:\.[a-z_]+)+)\.\w+")
+
+
+def test_no_page_or_example_imports_deeper_than_the_top_level() -> None:
+    pages = [ROOT / "README.md", *DOCS, *(ROOT / "examples").rglob("*.*")]
+    for page in (path for path in pages if path.suffix in (".md", ".py", ".ipynb")):
+        text = re.sub(r"(?m)^::: .*$", "", page.read_text(encoding="utf-8"))
+        for imported, used in IMPORTS.findall(text):
+            room = (imported or used).removeprefix("maestro_lod").strip(".").split(".")
+            assert room == [""] or (room[0] == "integrations" and len(room) <= 2), page
+
+
 def test_every_public_name_is_in_the_reference_with_an_example() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     described = {

@@ -171,7 +171,7 @@ def test_a_run_goes_on_exactly_from_any_phase(step: int, tmp_path: Any) -> None:
         ({"params": True}, "True"),
         ({"params": 25.0}, r"percentage or a count: write '25%' or 25\.$"),
         ({"params": 25}, r"too small: .*Did you mean params='25%'\?$"),
-        ({"params": "many"}, "the budget's params 'many' is no amount"),
+        ({"params": "many"}, "the budget's params 'many' is not a size"),
         ({"params": "1"}, "write 100% or 1x"),
         ({"params": 0.2, "steps": 0}, "at least 1"),
         ({"params": 0.2, "steps": -1}, "-1"),

@@ -88,7 +88,7 @@ def test_an_averaged_copy_follows() -> None:
     ema.update_parameters(model)
     torch.testing.assert_close(ema.module.layer.weight, before + 0.5)
     order_ranks(model, ema=ema)
-    assert model.layer.identity is ema.module.layer.identity is None
+    assert model.layer.identity_factor is ema.module.layer.identity_factor is None
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -147,7 +147,7 @@ def test_first_the_whole_model_is_trained_as_the_dense_one_is(name: str, proxima
     assert train.warmup_epochs == 2 and train.epoch == 2
     x = digits()[1][0][0].double()
     torch.testing.assert_close(model(x), dense(x), rtol=1e-5, atol=1e-6)  # as float32 began
-    assert all(layer.identity is None for layer in low_rank_layers(model).values())
+    assert all(layer.identity_factor is None for layer in low_rank_layers(model).values())
     assert train.history[0] == train.history[1] == ranks(model)
 
 
@@ -205,9 +205,9 @@ def test_ranks_that_are_zero_beside_others_are_trained_alone_and_ordered(begin: 
     train = LoD(model, optim.SGD(model.parameters(), lr=0.1), penalty=1e-4, threshold=1e-3)
     x, y = digits()[0][0]
     assert one_step(model, train, x, y) == {"0": 32, "2": model[2].rank}
-    assert (model[2].identity is None) is (begin == "few ranks")
+    assert (model[2].identity_factor is None) is (begin == "few ranks")
     assert train.end_epoch() == {}
-    assert model[0].identity is model[2].identity is None
+    assert model[0].identity_factor is model[2].identity_factor is None
     values = torch.linalg.vector_norm(model[2].v.detach(), dim=1)
     assert torch.equal(values.sort(descending=True).values, values)
     assert len(one_step(model, train, x, y)) == 1

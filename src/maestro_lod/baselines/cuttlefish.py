@@ -103,7 +103,7 @@ class Cuttlefish(Factorized):
         for name in self.scales:
             layer: Any = dense[name]
             kind: Any = low_rank_type(type(layer))
-            found[name] = stable_rank(kind.like(layer, 0).to_matrices(layer.weight))
+            found[name] = stable_rank(kind.from_dense_shape(layer, 0).to_matrices(layer.weight))
         return found
 
     def _profiled(self) -> list[str]:

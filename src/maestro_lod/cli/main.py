@@ -20,7 +20,7 @@ try:
 
     from maestro_lod.cli.terminal import complain
     from maestro_lod.cli.user_code import OwnCodeError
-except ImportError as missing:  # packages of the extra `cli`
+except ImportError as missing:  # the core works without what the program needs
     sys.exit(f"lod needs more than the library itself ({missing}): {install_command('cli')}")
 
 COMMANDS = {

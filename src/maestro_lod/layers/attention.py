@@ -38,7 +38,7 @@ class Attention(nn.Module):
     _qkv_same_embed_dim = False
 
     @staticmethod
-    def obstacle(dense: nn.MultiheadAttention) -> str:
+    def blocker(dense: nn.MultiheadAttention) -> str:
         """Return why this layer must stay as it is, '' if nothing speaks against opening it."""
         if type(dense.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
             return f"its out_proj is a {type(dense.out_proj).__name__}"
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.bias_v = cast("nn.Parameter | None", dense.bias_v)
         self.train(dense.training)
 
-    def closed(self, parts: Mapping[str, nn.Module]) -> nn.MultiheadAttention | None:
+    def repacked(self, parts: Mapping[str, nn.Module]) -> nn.MultiheadAttention | None:
         """Return torch's own attention over these projections, None unless all are dense."""
         if not all(type(part) is nn.Linear for part in parts.values()):
             return None

@@ -162,9 +162,9 @@ class LowRankConv(AnyConv):
         return f"Conv{self.dimensions}d"
 
     @classmethod
-    def like(cls, dense: Any, rank: int | None = None) -> Self:
+    def from_dense_shape(cls, dense: Any, rank: int | None = None) -> Self:
         into = dense.in_channels, *dense.kernel_size
-        layer = cls.empty(dense, rank, (dense.out_channels,), into, dense.groups)
+        layer = cls.allocate(dense, rank, (dense.out_channels,), into, dense.groups)
         layer._take_options(dense)
         if layer.padding_mode != "zeros" and not isinstance(layer.padding, str):
             # torch goes by what it was constructed with, last dimension first
@@ -198,15 +198,15 @@ class LowRankConv(AnyConv):
     def output_rows(self, output: Tensor, *inputs: Any) -> Rows:
         return self._by_group(self._batched(output))
 
-    def reads(self) -> tuple[Any, ...]:
+    def input_key(self) -> tuple[Any, ...]:
         return (
-            *super().reads(), self.kernel_size, self.stride, self.padding, self.dilation,
+            *super().input_key(), self.kernel_size, self.stride, self.padding, self.dilation,
             self.groups, self.padding_mode,
         )  # fmt: skip
 
     def computed(self, *inputs: Tensor) -> Tensor:
         tap = self._only_tap(inputs[0])
-        if tap is None or self.identity is not None:
+        if tap is None or self.identity_factor is not None:
             return super().computed(*inputs)
         # one value per channel meets one value per kernel: linear layers, which are faster
         x = inputs[0].flatten(1)

@@ -39,9 +39,9 @@ class LowRankConvTranspose(AnyConv):
         return f"ConvTranspose{self.dimensions}d"
 
     @classmethod
-    def like(cls, dense: Any, rank: int | None = None) -> Self:
+    def from_dense_shape(cls, dense: Any, rank: int | None = None) -> Self:
         out = dense.out_channels, *dense.kernel_size
-        layer = cls.empty(dense, rank, out, (dense.in_channels,), dense.groups)
+        layer = cls.allocate(dense, rank, out, (dense.in_channels,), dense.groups)
         return layer._take_options(dense)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:

@@ -25,8 +25,8 @@ class LowRankEmbedding(LowRank):
     padding_idx: int | None
 
     @classmethod
-    def like(cls, dense: Any, rank: int | None = None) -> Self:
-        layer = super().like(dense, rank)
+    def from_dense_shape(cls, dense: Any, rank: int | None = None) -> Self:
+        layer = super().from_dense_shape(dense, rank)
         layer.padding_idx = dense.padding_idx
         return layer
 
@@ -47,7 +47,7 @@ class LowRankEmbedding(LowRank):
         return "faster at few ranks only, a product follows each lookup"
 
     @classmethod
-    def obstacle(cls, dense: Any) -> str:
+    def blocker(cls, dense: Any) -> str:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if value := getattr(dense, option):
                 return f"{option}={value} acts on rows of a dense weight"

@@ -106,7 +106,7 @@ class Experts(nn.Module):
     _transposed_unless_said = False
 
     @staticmethod
-    def obstacle(dense: nn.Module) -> str:
+    def blocker(dense: nn.Module) -> str:
         """Return why this layer must stay as it is, '' if nothing speaks against opening it."""
         for name in _stack_names(dense):
             weight = dense._parameters.get(name)
@@ -143,7 +143,7 @@ class Experts(nn.Module):
                 raise
             return getattr(original[0], name)
 
-    def closed(self, parts: Mapping[str, nn.Module]) -> nn.Module | None:
+    def repacked(self, parts: Mapping[str, nn.Module]) -> nn.Module | None:
         """Return the original layer over these stacks, None unless all are dense."""
         plain: nn.Module = _without_memory(self._original[0])
         for name in plain._parameters:

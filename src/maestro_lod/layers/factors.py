@@ -72,7 +72,7 @@ class Factors(nn.Module):
     """The product of the factors, while `composed_once` keeps it for several passes."""
     _holders: tuple[Any, Any] | None = None
     """Who holds the parts of `u` and `v` where they are sharded over processes."""
-    identity: Literal["u", "v"] | None = None
+    identity_factor: Literal["u", "v"] | None = None
     """Which factor is the identity and not trained, while the other is the weight itself."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Factors(nn.Module):
         self._limit = _changeable(_NO_LIMIT, u.device)
 
     @classmethod
-    def empty(cls, dense: Any, rank: int | None, u: Shape, v: Shape, groups: int = 1) -> Self:
+    def allocate(cls, dense: Any, rank: int | None, u: Shape, v: Shape, groups: int = 1) -> Self:
         """Make a layer with uninitialized factors; `u` and `v` are their shapes but for the rank.
 
         Without a rank it is the full one. Dtype, device, mode, and whether there is a bias and
@@ -241,7 +241,7 @@ class Factors(nn.Module):
 
     def require_order(self, rank: int) -> None:
         """Refuse to use fewer ranks than there are while the layer is trained as its weight."""
-        if self.identity is not None and rank < self.rank:
+        if self.identity_factor is not None and rank < self.rank:
             raise RankError(
                 f"rank {rank} of {self.rank}: the layer is still trained as its dense weight, so "
                 "its ranks have no order yet. Train on until the first part of the run is over, "
@@ -263,9 +263,9 @@ class Factors(nn.Module):
         stored = v.shape[0]
         if stored == 0:
             return self._zero_rank()
-        if self.identity == "u":
+        if self.identity_factor == "u":
             return _untrained(u), v
-        if self.identity == "v":
+        if self.identity_factor == "v":
             return u, _untrained(v)
         if torch.compiler.is_compiling():
             self._compiled = True
@@ -350,7 +350,7 @@ class Factors(nn.Module):
     ) -> None:
         """Take the rank from the incoming shapes, so that any trainer's resume works."""
         u, v = state_dict.get(f"{prefix}u"), state_dict.get(f"{prefix}v")
-        self.identity = None  # whoever trains a weight as it is says so again
+        self.identity_factor = None  # whoever trains a weight as it is says so again
         if isinstance(u, Tensor) and isinstance(v, Tensor) and v.ndim == self.v.ndim:
             if u.ndim != self.u.ndim or u.shape[1] != v.shape[0] or v.shape[0] > self.full_rank:
                 error_msgs.append(

@@ -78,9 +78,9 @@ class LowRankTransposedLinear(LowRankLinear):
     _dense_type: type[nn.Module]
 
     @classmethod
-    def like(cls, dense: Any, rank: int | None = None) -> Self:
+    def from_dense_shape(cls, dense: Any, rank: int | None = None) -> Self:
         into, out = dense.weight.shape
-        layer = cls.empty(dense, rank, (out,), (into,))
+        layer = cls.allocate(dense, rank, (out,), (into,))
         layer._dense_type = registered_base(type(dense)) or type(dense)
         return layer
 

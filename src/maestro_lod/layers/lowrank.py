@@ -68,13 +68,13 @@ class LowRank(Factors):
     # -- what a kind of layer defines ----------------------------------------------------------
 
     @classmethod
-    def like(cls, dense: Any, rank: int | None = None) -> Self:
+    def from_dense_shape(cls, dense: Any, rank: int | None = None) -> Self:
         """Make a layer with the options of `dense` and uninitialized factors; here of a matrix."""
         out, into = dense.weight.shape
-        return cls.empty(dense, rank, (out,), (into,))
+        return cls.allocate(dense, rank, (out,), (into,))
 
     @classmethod
-    def obstacle(cls, dense: Any) -> str:
+    def blocker(cls, dense: Any) -> str:
         """Return why this dense layer cannot be replaced, '' if nothing speaks against it."""
         return ""
 
@@ -98,7 +98,7 @@ class LowRank(Factors):
         """Return outputs of these inputs, or their gradients, as rows; None if not known."""
         return None
 
-    def reads(self) -> tuple[Any, ...]:
+    def input_key(self) -> tuple[Any, ...]:
         """Return what decides, beside an input, which rows it has."""
         return (type(self),)
 
@@ -193,7 +193,7 @@ class LowRank(Factors):
         """Count the MACs that this layer really does, by whichever way it chooses."""
         m, n = self.matrix_shape
         rank = max(rank, 1)  # one rank of zeros stands in for none
-        if self.identity is not None:
+        if self.identity_factor is not None:
             return self.dense_macs(positions)
         if self._compose_is_cheaper(positions, rank):
             return self.groups * (positions + rank) * m * n
@@ -209,7 +209,7 @@ class LowRank(Factors):
 
         They are the singular ones, unless matrices are to be split in another way.
         """
-        layer = cls.like(dense, rank)
+        layer = cls.from_dense_shape(dense, rank)
         weight, bias = dense.weight, dense._parameters.get("bias")
         assert isinstance(weight, Tensor)
         with torch.no_grad():
@@ -257,11 +257,11 @@ class LowRank(Factors):
         """Multiply active factors out; where one is the identity, the other is all there is."""
         if (kept := kept_for(self, u, v)) is not None:
             return kept.of(u, v, self._compose)
-        if self.identity is None:
+        if self.identity_factor is None:
             return self._compose(u, v)
         left, right = self._matrices(u, v)
-        trained, still = (right, left) if self.identity == "u" else (left, right)
-        whole_v = self.identity == "u" and self.groups == 1 and u.ndim == 2
+        trained, still = (right, left) if self.identity_factor == "u" else (left, right)
+        whole_v = self.identity_factor == "u" and self.groups == 1 and u.ndim == 2
         weight = v if whole_v else self._as_applied(trained)
         return weight + still[:, :0].sum() if still.requires_grad else weight
 
@@ -278,7 +278,9 @@ class LowRank(Factors):
         self.note_positions(positions)
         u, v = self._active_factors()
         passes = 1 if (kept := kept_for(self, u, v)) is None else kept.passes
-        if self.identity is not None or self._compose_is_cheaper(passes * positions, v.shape[0]):
+        if self.identity_factor is not None or self._compose_is_cheaper(
+            passes * positions, v.shape[0]
+        ):
             return self.apply_weight(self._composed(u, v), *inputs)
         return self.apply_factors(u, v, *inputs)
 

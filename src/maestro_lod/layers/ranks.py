@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -19,6 +19,9 @@ Ranks = int | float | Mapping[str, int | float]
 
 An int is a rank, a float in (0, 1) a share of the full rank.
 """
+
+Model = TypeVar("Model", bound=nn.Module)
+"""The class of a model, which functions that return the model preserve."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -145,7 +148,7 @@ def match_ranks(model: nn.Module, state: Mapping[str, Any], prefix: str = "") ->
 
 
 @contextmanager
-def at_ranks(model: nn.Module, ranks: Ranks) -> Iterator[nn.Module]:
+def at_ranks(model: Model, ranks: Ranks) -> Iterator[Model]:
     """Run the submodel at these ranks inside the `with` block, without a copy.
 
     `ranks` as for `decompose`: a share is one of the full rank, whatever is stored. Layers that are

@@ -54,7 +54,7 @@ class Recurrent(nn.Module):
     applies_parts = True
 
     @staticmethod
-    def obstacle(dense: nn.RNNBase) -> str:
+    def blocker(dense: nn.RNNBase) -> str:
         """Return why this layer must stay as it is, '' if nothing speaks against opening it."""
         names = [name for names in dense._all_weights for name in names]
         return _computed_weights(dense, names)
@@ -144,7 +144,7 @@ class Recurrent(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": None}  # copies and files hold the factors alone
 
-    def closed(self, parts: Mapping[str, nn.Module]) -> nn.RNNBase | None:
+    def repacked(self, parts: Mapping[str, nn.Module]) -> nn.RNNBase | None:
         """Return torch's own layer over these weights, None unless all are dense."""
         plain = _without_memory(self._engine[0])
         for name, matrix in parts.items():

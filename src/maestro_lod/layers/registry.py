@@ -36,10 +36,10 @@ class Unpacked(Protocol):
     what each of them multiplies."""
 
     @staticmethod
-    def obstacle(dense: Any) -> str:
+    def blocker(dense: Any) -> str:
         """Return why this dense layer must stay closed, '' if nothing speaks against it."""
 
-    def closed(self, parts: Mapping[str, nn.Module]) -> nn.Module | None:
+    def repacked(self, parts: Mapping[str, nn.Module]) -> nn.Module | None:
         """Return the dense layer again over these parts, None unless all are dense."""
 
 
@@ -54,10 +54,10 @@ def register(dense: type[nn.Module] | str) -> Callable[[Kind], Kind]:
     """
 
     def add(kind: Kind) -> Kind:
-        if not issubclass(kind, LowRank) and not hasattr(kind, "closed"):
+        if not issubclass(kind, LowRank) and not hasattr(kind, "repacked"):
             raise LayerError(
                 f"{kind.__name__} is no kind of layer: derive it from maestro_lod.layers.LowRank, "
-                "or define obstacle and closed as maestro_lod.layers.Unpacked says."
+                "or define blocker and repacked as maestro_lod.layers.Unpacked says."
             )
         known = _KINDS.get(dense)
         if known is not None and known.__qualname__ != kind.__qualname__:

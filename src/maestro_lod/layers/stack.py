@@ -29,9 +29,9 @@ class LowRankStack(LowRank):
     transposed: bool
 
     @classmethod
-    def like(cls, dense: Any, rank: int | None = None) -> Self:
+    def from_dense_shape(cls, dense: Any, rank: int | None = None) -> Self:
         experts, m, n = (dense.weight.mT if dense.transposed else dense.weight).shape
-        layer = cls.empty(dense, rank, (experts * m,), (experts * n,), groups=experts)
+        layer = cls.allocate(dense, rank, (experts * m,), (experts * n,), groups=experts)
         layer.transposed = dense.transposed
         return layer
 

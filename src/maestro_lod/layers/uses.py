@@ -14,7 +14,7 @@ from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.layers.registry import is_unpacked
 
 FactorUser: TypeAlias = LowRank | SharedHead
-Role: TypeAlias = Literal["low-rank", "shared", "opened"]
+Role: TypeAlias = Literal["low-rank", "shared", "unpacked"]
 
 
 def module_role(module: nn.Module | None) -> Role | None:
@@ -23,11 +23,11 @@ def module_role(module: nn.Module | None) -> Role | None:
         return "low-rank"
     if isinstance(module, SharedHead):
         return "shared"
-    return "opened" if module is not None and is_unpacked(module) else None
+    return "unpacked" if module is not None and is_unpacked(module) else None
 
 
 @dataclass(frozen=True)
-class Use:
+class FactorUse:
     """One module that multiplies by the factors of a low-rank layer."""
 
     name: str
@@ -50,7 +50,7 @@ class Use:
         return self.costs if isinstance(self.costs, SharedHead) else None
 
 
-def factor_uses(model: nn.Module) -> list[Use]:
+def factor_uses(model: nn.Module) -> list[FactorUse]:
     """Return all uses of factors in the order of the model's modules."""
     modules = dict(model.named_modules())
     name_of = {id(layer): name for name, layer in low_rank_layers(model).items()}
@@ -59,11 +59,11 @@ def factor_uses(model: nn.Module) -> list[Use]:
         if isinstance(module, SharedHead):
             if id(module.embedding) in name_of:  # it may be outside of the part that is given
                 owner = name_of[id(module.embedding)]
-                uses.append(Use(name, owner, module, name, module.positions_of))
+                uses.append(FactorUse(name, owner, module, name, module.positions_of))
         elif isinstance(module, LowRank):
             above = name.rpartition(".")[0]
             parent: Any = modules[above] if name else None
             inside = parent is not None and is_unpacked(parent) and parent.applies_parts
             caller, asked = (above, parent) if inside else (name, module)
-            uses.append(Use(name, name, module, caller, asked.positions_of))
+            uses.append(FactorUse(name, name, module, caller, asked.positions_of))
     return uses

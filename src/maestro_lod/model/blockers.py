@@ -73,7 +73,7 @@ class Blockers:
     def _note_reader(self, kind: type, layers: list[nn.Module]) -> None:
         self._readers |= dict.fromkeys(map(id, layers), kind.__name__)
 
-    def to(self, module: nn.Module) -> str | None:
+    def reason(self, module: nn.Module) -> str | None:
         """Return why a module cannot be decomposed, '' if it can, None if there is nothing to."""
         if low_rank_type(type(module)) is not None:
             return self._to_layer(module)
@@ -113,13 +113,13 @@ class Blockers:
             return f"it has further parameters ({', '.join(sorted(extra))})"
         kind = low_rank_type(type(module))
         assert kind is not None
-        return kind.obstacle(module) or self._to_parameter(weight)
+        return kind.blocker(module) or self._to_parameter(weight)
 
     def unpacking_reason(self, module: nn.Module) -> str:
         """Return why a layer with several weights must stay closed, '' if nothing says so."""
         if parametrize.is_parametrized(module):
             return "its weights are computed: it is parametrized"
-        if reason := unpacked_type(type(module)).obstacle(module):
+        if reason := unpacked_type(type(module)).blocker(module):
             return str(reason)
         for parameter in module.parameters():
             if reason := self._to_parameter(parameter) or self._to_owner(parameter):

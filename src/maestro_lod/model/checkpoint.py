@@ -13,7 +13,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from maestro_lod.files.tensor_file import (
     write_tensors,
 )
 from maestro_lod.layers.ranks import (
+    Model,
     Ranks,
     low_rank_layers,
     match_ranks,
@@ -64,7 +65,7 @@ def save(
     """
     model = unwrapped(model)
     layers = require_low_rank(model)
-    if unordered := [name for name, layer in layers.items() if layer.identity is not None]:
+    if unordered := [name for name, layer in layers.items() if layer.identity_factor is not None]:
         raise CheckpointError(
             f"{listed(unordered)} are still trained as dense weights: their ranks have no order "
             "that a file of every size could hold. Train until the first part of the run is "
@@ -113,11 +114,11 @@ def verify(path: str | os.PathLike[str]) -> bool:
 def load(
     path: str | os.PathLike[str],
     *,
-    into: nn.Module,
+    into: Model,
     ranks: Ranks | None = None,
     verify: bool = True,
     **limits: float,
-) -> nn.Module:
+) -> Model:
     """Load a file into a model, in place, reading only the ranks asked for; returns the model.
 
     `into` is the model that was saved, decomposed or still dense: layers become low-rank, dense or
@@ -135,7 +136,7 @@ def load(
             ranks = _ranks_within(file.metadata, path, ranks, limits)
         contents = read_header(file, path, unwrapped(into))
         loaded = _load(contents, file, path, unwrapped(into), ranks)
-        return into if loaded is unwrapped(into) else loaded
+        return into if loaded is unwrapped(into) else cast("Model", loaded)
 
 
 def _ranks_within(

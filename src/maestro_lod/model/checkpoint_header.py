@@ -38,7 +38,7 @@ def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, 
 
     header = {
         "ranks": {name: form.rank for name, form in of_kind("low-rank").items()},
-        "opened": list(of_kind("opened")),
+        "opened": list(of_kind("unpacked")),
         "heads": {name: form.factors_of for name, form in of_kind("shared").items()},
         "aliases": aliases,
         "dense_only": [n for n, layer in low_rank_layers(model).items() if layer.dense_only],

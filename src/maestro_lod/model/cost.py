@@ -16,7 +16,7 @@ from torch import nn
 from maestro_lod.errors import OptionError, listed
 from maestro_lod.layers.lowrank import LowRank, PlainForm
 from maestro_lod.layers.ranks import low_rank_layers, require_low_rank, unwrapped
-from maestro_lod.layers.uses import Use, factor_uses
+from maestro_lod.layers.uses import FactorUse, factor_uses
 from maestro_lod.model.inputs import Example
 from maestro_lod.model.macs import DenseMacs, dense_macs
 from maestro_lod.text import Table, Tabular
@@ -123,7 +123,7 @@ class _DeployedLayer:
     """A low-rank layer with all that multiplies by its factors."""
 
     layer: LowRank
-    uses: tuple[Use, ...]
+    uses: tuple[FactorUse, ...]
 
     def better_form(self, rank: int, by: str = "params", copied: bool = True) -> PlainForm:
         if self.layer.dense_only:
@@ -145,7 +145,7 @@ class _DeployedLayer:
 
 
 def _deployed_layers(model: nn.Module) -> dict[str, _DeployedLayer]:
-    uses: dict[str, list[Use]] = {name: [] for name in require_low_rank(model)}
+    uses: dict[str, list[FactorUse]] = {name: [] for name in require_low_rank(model)}
     for use in factor_uses(unwrapped(model)):
         uses[use.owner].append(use)
     layers = low_rank_layers(model)
@@ -302,7 +302,7 @@ def _rows(model: nn.Module, macs: DenseMacs) -> Iterator[LayerCost[int]]:
 
 
 def _low_rank_row(
-    name: str, use: Use, each: _DeployedLayer, macs: DenseMacs, params: int
+    name: str, use: FactorUse, each: _DeployedLayer, macs: DenseMacs, params: int
 ) -> LayerCost[int]:
     layer, positions = each.layer, macs.positions[name]
     form = each.better_form(layer.rank)

@@ -86,7 +86,7 @@ def _macs_with_values(model: nn.Module, call: ModelInputs, why: Exception) -> De
 def _counted_macs(twin: nn.Module, call: ModelInputs, *, without_values: bool) -> DenseMacs:
     """Count on a copy of the model, which is changed: its low-rank layers are made dense."""
     uses = factor_uses(twin)
-    opened = {name: form for name, form in structure_of(twin).items() if form.kind == "opened"}
+    opened = {name: form for name, form in structure_of(twin).items() if form.kind == "unpacked"}
     # frozen, since some operations record gradients whatever the mode
     twin = restructure(twin, opened, fill=uninitialized).eval().requires_grad_(False)
     modules, counter = dict(twin.named_modules()), _Counter(twin.parameters())

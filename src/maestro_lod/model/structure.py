@@ -26,7 +26,7 @@ from maestro_lod.model.replace import copy_without_hooks, last_of, own_memory, t
 class Form(NamedTuple):
     """What one layer is."""
 
-    kind: Literal["low-rank", "factored", "dense", "opened", "shared"]
+    kind: Literal["low-rank", "factored", "dense", "unpacked", "shared"]
     rank: int | None = None
     """Of a layer that is low-rank or factored into plain ones, or at which its dense weight is."""
     factors_of: str | None = None
@@ -37,7 +37,7 @@ Structure: TypeAlias = dict[str, Form]
 """The layers that differ from the dense model's. "dense" says that a layer is one of torch's own,
 also where the model's dense layer is another library's."""
 
-UNPACKED = Form("opened")
+UNPACKED = Form("unpacked")
 
 Fill: TypeAlias = Callable[[str, nn.Module, int], LowRank]
 """Makes a low-rank layer of a dense one: given its name, the layer and the rank."""
@@ -53,7 +53,7 @@ def structure_of(model: nn.Module) -> Structure:
         role, layer = module_role(module), cast("Any", module)
         if role == "low-rank":
             structure[name] = Form("low-rank", layer.rank)
-        elif role == "opened":
+        elif role == "unpacked":
             structure[name] = UNPACKED
         elif role == "shared":
             if id(layer.embedding) not in name_of:
@@ -86,7 +86,7 @@ def uninitialized(name: str, dense: nn.Module, rank: int) -> LowRank:
     """Leave the factors undefined: they will be loaded, or only their shapes count."""
     kind = low_rank_type(type(dense))
     assert kind is not None
-    return kind.like(dense, rank)
+    return kind.from_dense_shape(dense, rank)
 
 
 def restructure(model: nn.Module, wanted: Structure, *, fill: Fill) -> nn.Module:
@@ -192,7 +192,7 @@ class _Exchanges:
     def close_layer(self, name: str, module: Any) -> None:
         """Make an opened layer torch's own again, where its parts allow it."""
         parts = {key: self.now(part) for key, part in module.named_children()}
-        if name not in self.wanted and (closed := module.closed(parts)) is not None:
+        if name not in self.wanted and (closed := module.repacked(parts)) is not None:
             self.put(module, closed)
 
 
@@ -216,7 +216,7 @@ def _exchanged(model: nn.Module, wanted: Structure, fill: Fill) -> list[_Exchang
                 layer._modules[key] = made.new
         exchanges.put(there[name], layer)
     for name, module in there.items():
-        if module_role(module) == "opened":
+        if module_role(module) == "unpacked":
             exchanges.close_layer(name, module)
     return list(exchanges.of.values())
 
@@ -230,7 +230,7 @@ def _require_possible(modules: Mapping[str, nn.Module], wanted: Structure) -> No
             "low-rank": kind is not None or role == "low-rank",
             "factored": kind is not None or role == "low-rank",
             "dense": module is not None,
-            "opened": unpacked_type(type(module)) is not None or role == "opened",
+            "unpacked": unpacked_type(type(module)) is not None or role == "unpacked",
             "shared": (isinstance(module, SharedHead.replaces) or role == "shared")
             and wanted.get(form.factors_of or "", UNPACKED).kind == "low-rank",
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from maestro_lod.errors import LayerError
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import (
+    Model,
     Ranks,
     require_all_active,
     require_low_rank,
@@ -42,14 +43,14 @@ class Calibrated(Protocol):
 
 
 def decompose(
-    model: nn.Module,
+    model: Model,
     *,
     only: Where | None = None,
     skip: Where | None = None,
     ranks: Ranks | None = None,
     tied: Tied = "keep",
     calibration: Calibrated | None = None,
-) -> nn.Module:
+) -> Model:
     """Replace layers by low-rank ones, in place; outputs are unchanged.
 
     Linear, convolution, attention, recurrent and embedding layers are replaced, attention and
@@ -75,7 +76,7 @@ def decompose(
     wanted = _require_possible(model, plan)
     fill = svd if calibration is None else calibration.fill()
     changed = restructure(model, plan.structure(), fill=_telling(fill, len(wanted)))
-    return model if changed is unwrapped(model) else changed
+    return model if changed is unwrapped(model) else cast("Model", changed)
 
 
 def _require_possible(model: nn.Module, plan: Plan) -> dict[str, int]:
@@ -112,7 +113,7 @@ def _why_nothing(model: nn.Module, plan: Plan) -> str:
     )
 
 
-def fuse(model: nn.Module, *, by: By = "params") -> nn.Module:
+def fuse(model: Model, *, by: By = "params") -> Model:
     """Turn low-rank layers back to dense wherever that is better, in place; outputs are unchanged.
 
     A layer becomes dense iff m·n < r·(m+n). Both factors of a layer run at the same positions, so
@@ -135,10 +136,10 @@ def fuse(model: nn.Module, *, by: By = "params") -> nn.Module:
         if wanted[name].factors_of not in wanted:
             del wanted[name]
     fused = restructure(model, drop_unneeded_unpacking(wanted), fill=uninitialized)
-    return model if fused is unwrapped(model) else fused
+    return model if fused is unwrapped(model) else cast("Model", fused)
 
 
-def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") -> nn.Module:
+def extract(model: Model, ranks: Ranks | None = None, *, by: By = "params") -> Model:
     """Return a deep copy made of plain `nn` layers at these ranks; the model is untouched.
 
     A layer becomes one dense layer where that is better (`by` as in `fuse`), else a `Sequential` of
@@ -151,18 +152,18 @@ def extract(model: nn.Module, ranks: Ranks | None = None, *, by: By = "params") 
     multiplies its factors out once, when it first runs. A head that shares an embedding's factors
     shares the large one; the small one is there twice, since plain layers want it transposed.
     """
-    model = unwrapped(model)
-    require_low_rank(model)
-    plain_model = restructured_copy(model, deployed_structure(model, resolve_for(model, ranks), by))
-    filled = [p for p in model.parameters() if p.numel()]
+    inner = unwrapped(model)
+    require_low_rank(inner)
+    plain_model = restructured_copy(inner, deployed_structure(inner, resolve_for(inner, ranks), by))
+    filled = [p for p in inner.parameters() if p.numel()]
     if filled and not any(p.requires_grad for p in filled):
         plain_model.requires_grad_(False)  # layers without ranks too, which cannot be asked
-    return plain_model
+    return cast("Model", plain_model)
 
 
 def deployed_structure(model: nn.Module, ranks: Mapping[str, int], by: By = "params") -> Structure:
     """Return the structure that `extract` gives a low-rank model at these ranks."""
-    wanted = {n: form for n, form in structure_of(model).items() if form.kind == "opened"}
+    wanted = {n: form for n, form in structure_of(model).items() if form.kind == "unpacked"}
     for name, form in better_forms(model, ranks, by).items():
         wanted[name] = Form(form, ranks[name])
     return drop_unneeded_unpacking(wanted)

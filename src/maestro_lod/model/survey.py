@@ -186,7 +186,7 @@ class Plan:
                 for part_name, part in parts.items():
                     self._add(part_name, part, self._blockers.saving_reason(part))
             return True
-        elif (obstacle := self._blockers.to(module)) is not None:
+        elif (obstacle := self._blockers.reason(module)) is not None:
             self._add(name, module, obstacle)
             return obstacle in ("quantized", "parametrized")
         return False

@@ -115,7 +115,7 @@ def _in_order(model: nn.Module, inputs: Any) -> list[list[str]]:
     for name, x in calls:
         if names.count(name) > 1:
             continue
-        if x is last and layers[groups[-1][0]].reads() == layers[name].reads():
+        if x is last and layers[groups[-1][0]].input_key() == layers[name].input_key():
             groups[-1].append(name)
         else:
             groups.append([name])

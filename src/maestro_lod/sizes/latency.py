@@ -20,7 +20,7 @@ from maestro_lod.errors import CheckpointError, LayerError, OptionError, listed,
 from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank, PlainForm
 from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve, resolve_for, unwrapped
-from maestro_lod.layers.uses import Use, factor_uses
+from maestro_lod.layers.uses import FactorUse, factor_uses
 from maestro_lod.model.inputs import Example, ModelInputs, device_of, drawn, in_mode
 from maestro_lod.model.surgery import extract
 from maestro_lod.sizes.timing import interleaved, ratios, run
@@ -279,7 +279,7 @@ def _recorded_calls(model: nn.Module, call: ModelInputs) -> dict[str, list[_Laye
     calls: dict[str, list[_LayerCall]] = {name: [] for name in require_low_rank(model)}
     modules = dict(unwrapped(model).named_modules())
 
-    def noting(use: Use) -> Callable[..., None]:
+    def noting(use: FactorUse) -> Callable[..., None]:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             layouts = (

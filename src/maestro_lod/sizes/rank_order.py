@@ -55,18 +55,18 @@ def _order(layer: LowRank, states: Mapping[Any, Any], averaged: LowRank | None) 
         averaged_u, averaged_v = averaged.stored_factors()
         _turn_u(averaged_u, forth)
         _turn_v(averaged_v, back)
-    if layer.identity is not None:
+    if layer.identity_factor is not None:
         _share_moments(layer, states, new_u, new_v)
-    if layer.identity != "u":
+    if layer.identity_factor != "u":
         for held in _moments(stored_u, states):
             _turn_u(held, _suited(held, back.mT))
-    if layer.identity != "v":
+    if layer.identity_factor != "v":
         for held in _moments(stored_v, states):
             _turn_v(held, _suited(held, forth.mT))
     for stored, new in zip((stored_u, stored_v), layer.factors_of(new_u, new_v), strict=True):
         fill(stored, new)
     for each in filter(None, (layer, averaged)):
-        each.identity = None  # both factors are trained from now on
+        each.identity_factor = None  # both factors are trained from now on
 
 
 def _moments(factor: Tensor, states: Mapping[Any, Any]) -> list[Tensor]:
@@ -81,14 +81,14 @@ def _share_moments(layer: LowRank, states: Any, new_u: Tensor, new_v: Tensor) ->
     The gradient G of the weight is one of G·vᵀ for u, and uᵀ·G for v.
     """
     u, v = layer.stored_factors()
-    weight, still = (v, u) if layer.identity == "u" else (u, v)
+    weight, still = (v, u) if layer.identity_factor == "u" else (u, v)
     known = states.setdefault(still, {}) if weight in states else {}
     for key, value in states.get(weight, {}).items():
         if not isinstance(value, Tensor) or value.shape != weight.shape:
             known[key] = value.clone() if isinstance(value, Tensor) else value
             continue
         whole = gathered(value).double()
-        if layer.identity == "u":
+        if layer.identity_factor == "u":
             of_weight = layer._matrices(gathered(u).double(), whole)[1]
             seen = of_weight @ _suited(value, new_v.mT)
             shared = layer.factors_of(seen, new_v)[0]

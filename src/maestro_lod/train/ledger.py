@@ -121,7 +121,7 @@ class Ledger:
         for use in factor_uses(model):  # a shared head is drawn with its embedding
             layer, positions = use.costs, self.positions[use.name]
             whole = macs(layer, positions, layer.rank)
-            if layers[use.owner].identity is not None:  # trained as its weight
+            if layers[use.owner].identity_factor is not None:  # trained as its weight
                 whole = layer.dense_macs(positions)
             full += whole - layer.dense_macs(positions)
             sampled += whole - layer.dense_macs(positions)

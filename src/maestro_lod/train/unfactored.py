@@ -33,7 +33,7 @@ class Unfactored:
     @property
     def names(self) -> list[str]:
         """The layers that are trained as their weights now."""
-        return [name for name, layer in self._layers.items() if layer.identity is not None]
+        return [name for name, layer in self._layers.items() if layer.identity_factor is not None]
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -48,7 +48,7 @@ class Unfactored:
         """
         for name, layer in self._layers.items():
             trained = all(factor.requires_grad for factor in layer.stored_factors())
-            if layer.identity is None and trained and 0 < layer.rank == layer.full_rank:
+            if layer.identity_factor is None and trained and 0 < layer.rank == layer.full_rank:
                 for each in filter(None, (layer, self._averaged.get(name))):
                     _turn_to_weight(each)
                 for factor in layer.stored_factors():
@@ -57,7 +57,7 @@ class Unfactored:
     def hold(self, names: Collection[str]) -> None:
         """Restore which layers are unfactored, after loading a checkpoint."""
         for name, layer in self._layers.items():
-            layer.identity = _identity_side(layer) if name in names else None
+            layer.identity_factor = _identity_side(layer) if name in names else None
 
     @torch.no_grad()
     def _keep_identities(self) -> None:
@@ -82,7 +82,7 @@ def _turn_to_weight(layer: LowRank) -> None:
     new = (eye, weight) if identity == "u" else (weight, eye)
     for factor, value in zip(stored, layer.factors_of(*new), strict=True):
         fill(factor, value)
-    layer.identity = identity
+    layer.identity_factor = identity
 
 
 def _eye(layer: LowRank, like: Tensor) -> Tensor:
@@ -93,13 +93,13 @@ def _eye(layer: LowRank, like: Tensor) -> Tensor:
 
 def _identity_of(layer: LowRank) -> nn.Parameter:
     u, v = layer.stored_factors()
-    return u if layer.identity == "u" else v
+    return u if layer.identity_factor == "u" else v
 
 
 def _identity_like(identity: Tensor, layer: LowRank) -> Tensor:
     """Return the identity in the layout of the factor that it is."""
     eye, (m, n) = _eye(layer, identity), layer.matrix_shape
     nothing = identity.new_zeros(())
-    if layer.identity == "u":
+    if layer.identity_factor == "u":
         return layer.factors_of(eye, nothing.expand(layer.groups, layer.rank, n))[0]
     return layer.factors_of(nothing.expand(layer.groups, m, layer.rank), eye)[1]
