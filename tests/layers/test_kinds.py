@@ -596,7 +596,7 @@ def searched(kind: Kind) -> tuple[nn.Module, Frontier]:
     with torch.no_grad():
         expected = outputs(model, inputs)
     return model, lod.frontier(
-        model, lambda m: distance(outputs(m, inputs), expected), method="threshold", cost="params"
+        model, lambda m: distance(outputs(m, inputs), expected), method="greedy", cost="params"
     )
 
 
