@@ -73,7 +73,7 @@ class RankTraining(ABC):
     """
 
     name: ClassVar[str]
-    """What errors call the method, and by which states are told apart; subclasses keep it."""
+    """The name of the method in errors, also for its subclasses."""
     required_state: ClassVar[tuple[str, ...]] = (
         *("epoch", "ranks", "steps", "forwards", "whole", "ledger"),
     )
@@ -120,8 +120,9 @@ class RankTraining(ABC):
         """
         same = self.optimizer is unwrapped_optimizer(optimizer)
         if not same or self.model is not unwrapped(model):
-            kind = self.name
-            raise OptionError(f"{kind} was made for another model or optimizer than fit was given.")
+            raise OptionError(
+                f"{self.name} was made for another model or optimizer than fit was given."
+            )
         self._epochs = plan.epochs
 
     def compare_with(self, dense: Cost) -> None:
