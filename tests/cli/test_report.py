@@ -290,7 +290,6 @@ def test_one_run(tmp_path, report):
         "MACs203 k0.49× of 417 k",
         "Total rank105of 236",
         "Training MACs0.84×of dense; parameters 0.77×",
-        "Memory of a step1.5 MBof 2 MB dense; 1.10× at full rank",
         "Training time3.9 min20 epochs",
         "training, as executed–0.74×",
         "conv216×150",

@@ -245,6 +245,18 @@ def test_a_state_of_another_method_is_refused_and_named() -> None:
         method.load_state_dict(before)
 
 
+def test_a_subclass_goes_on_from_a_state_of_its_method() -> None:
+    class Mine(lod.BudgetTraining):
+        pass
+
+    model = lod.decompose(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = lod.BudgetTraining(model, optimizer, params=0.2).state_dict()
+    mine = Mine(model, optimizer, params=0.4)
+    mine.load_state_dict(state)
+    assert repr(mine.state_dict()) == repr(state)
+
+
 @pytest.mark.parametrize("name", ["Budget", "Elastic", "Pressure"])
 def test_names_that_are_gone_say_what_to_use_instead(name: str) -> None:
     with pytest.raises(AttributeError, match=f"'{name}'. Use .*Training|'Pressure'. Use LoD"):

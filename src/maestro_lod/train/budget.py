@@ -203,6 +203,7 @@ class BudgetTraining(RankTraining):
         TrainingError: The optimizer does not hold the factors, or cannot follow a shrink.
     """
 
+    name: ClassVar[str] = "BudgetTraining"
     required_state: ClassVar[tuple[str, ...]] = (*RankTraining.required_state, "budget")
 
     def __init__(

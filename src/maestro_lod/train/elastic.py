@@ -179,6 +179,7 @@ class ElasticTraining(RankTraining):
         TrainingError: The optimizer does not hold the factors, or cannot follow a shrink.
     """
 
+    name: ClassVar[str] = "ElasticTraining"
     required_state: ClassVar[tuple[str, ...]] = (*RankTraining.required_state, "sampler")
 
     def __init__(

@@ -74,6 +74,7 @@ class LoD(RankTraining):
         TrainingError: The optimizer does not hold the factors, or cannot follow a shrink.
     """
 
+    name: ClassVar[str] = "LoD"
     required_state: ClassVar[tuple[str, ...]] = (
         *RankTraining.required_state, "penalty", "sampler",
     )  # fmt: skip

@@ -72,6 +72,8 @@ class RankTraining(ABC):
         TrainingError: The optimizer does not hold the factors, or cannot follow a shrink.
     """
 
+    name: ClassVar[str]
+    """The name of the method in errors, also for its subclasses."""
     required_state: ClassVar[tuple[str, ...]] = (
         *("epoch", "ranks", "steps", "forwards", "whole", "ledger"),
     )
@@ -92,7 +94,7 @@ class RankTraining(ABC):
         self.min_rank = require_whole("min_rank", min_rank)
         require_optimizer(self.model, self.optimizer)
         require_trainable(self.model)
-        self._layers = _require_ranks_to_train(self.model, self.min_rank, type(self).__name__)
+        self._layers = _require_ranks_to_train(self.model, self.min_rank, self.name)
         self.ema = None if ema is None else require_averaged(ema)
         self.ledger = Ledger.of(self.model, example)
         self.epoch = 0
@@ -118,8 +120,9 @@ class RankTraining(ABC):
         """
         same = self.optimizer is unwrapped_optimizer(optimizer)
         if not same or self.model is not unwrapped(model):
-            kind = type(self).__name__
-            raise OptionError(f"{kind} was made for another model or optimizer than fit was given.")
+            raise OptionError(
+                f"{self.name} was made for another model or optimizer than fit was given."
+            )
         self._epochs = plan.epochs
 
     def compare_with(self, dense: Cost) -> None:
@@ -260,7 +263,7 @@ class RankTraining(ABC):
         """Return what must be the same in all processes that train the model."""
         return {
             "the ranks of the model": ranks(self.model),
-            f"the options of {type(self).__name__}": self._options(),
+            f"the options of {self.name}": self._options(),
         }
 
     @abstractmethod
@@ -309,7 +312,7 @@ class RankTraining(ABC):
             if isinstance(error, MaestroError):
                 raise
             raise TrainingError(
-                f"this is not a state of {type(self).__name__} ({error!r}). Give what its "
+                f"this is not a state of {self.name} ({error!r}). Give what its "
                 "state_dict() returned."
             ) from error
 
@@ -323,7 +326,7 @@ class RankTraining(ABC):
 
     def _require_state(self, state: Any) -> None:
         """Raise TrainingError for anything but a state of this method at the model's ranks."""
-        kind = type(self).__name__
+        kind = self.name
         given = state if isinstance(state, Mapping) else {}
         if given and (saved_by := _method_of(given)) not in (None, kind):
             raise TrainingError(
