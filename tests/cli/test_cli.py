@@ -165,7 +165,7 @@ WRONG = {
     "train missing.yaml": "recipe missing.yaml cannot be read (No such file or directory)",
     "train binary.yaml": "recipe binary.yaml cannot be read",
     "train directory.yaml": "recipe directory.yaml cannot be read (Is a directory)",
-    "train list.yaml": "list.yaml contains no settings: it must be a mapping",
+    "train list.yaml": "list.yaml contains no settings. Write a mapping",
     "train empty.yaml": "empty.yaml contains no settings",
     "train broken.yaml": "broken.yaml is not valid YAML: while parsing",
     "train short.yaml": "short.yaml: 'epochs' is missing",
@@ -235,13 +235,13 @@ WRONG = {
     "resume nowhere": "nowhere is not a directory",
     "resume notes.txt": "notes.txt is not a directory",
     "resume full": "full contains no run (no config.yaml)",
-    "resume finished": "has finished. To write its report anew: lod report finished",
+    "resume finished": "has finished. To write its report again: lod report finished",
     "resume damaged": "damaged/config.yaml is not valid YAML",
     "resume foreign": "foreign/config.yaml: there is no setting 'epoch'",
     "report nowhere": "there is no such directory",
     "report full": "full is no run",
     "report finished nowhere": "there is no such directory",
-    "report damaged": "damaged/config.yaml is damaged",
+    "report damaged": "damaged/config.yaml is not valid YAML",
     "summary full": "full contains no run",
     "summary finished --set epochs=3": "--set changes a recipe; the settings of a run are fixed",
     "summary unfinished": "has not finished. Resume with: lod resume unfinished",
@@ -335,7 +335,7 @@ def test_failing_writes_are_one_line(lod: Lod, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr("maestro_lod.files.tensor_file.save_file", full)
         done = lod("train", "digits", "--out", "run", set=QUICK)
     assert done.code == 1
-    assert re.fullmatch("lod: .*No space left.*go on with: lod resume run\n", done.err)
+    assert re.fullmatch("lod: .*No space left.*resume with: lod resume run\n", done.err)
     assert lod("resume", "run").code == 0
 
 
@@ -395,8 +395,8 @@ def test_own_code_that_fails_in_training_shows_its_traceback(lod: Lod) -> None:
     assert done.code == 1
     assert done.err.startswith("Traceback") and "no attribute 'no_such_thing'" in done.err
     assert done.err.splitlines()[-1].endswith(
-        "This recipe runs your own parts:model, parts:data, parts:broken_loss: the above says "
-        "where it failed. Once that is mended, go on with: lod resume run"
+        "This recipe runs your own parts:model, parts:data, parts:broken_loss: the traceback above "
+        "shows where it failed. Fix it, then resume with: lod resume run"
     )
     Path("parts.py").write_text(
         PARTS.replace("return output.no_such_thing", "return squares(output, 0)")
@@ -450,7 +450,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     [
         ([signal.SIGINT], 130, "stopped; everything is saved. Resume with: lod resume 'a run'"),
         ([signal.SIGTERM], 143, "stopped; everything is saved. Resume with: lod resume 'a run'"),
-        ([signal.SIGINT] * 2, 130, "lod: interrupted. Go on from the last checkpoint with: lod "),
+        ([signal.SIGINT] * 2, 130, "lod: interrupted. Resume from the last checkpoint with: lod "),
     ],
 )
 def test_signals_in_training(
@@ -578,7 +578,7 @@ def test_end_of_a_training_is_a_table(lod: Lod, finished: Path) -> None:
 
 def test_the_list_of_commands_says_what_each_of_them_says_itself() -> None:
     for name, (module, said) in cli.COMMANDS.items():
-        command = getattr(import_module(f"maestro_lod.cli.commands.{module}"), name)
+        command = getattr(import_module(f"maestro_lod.{module}"), name)
         assert (command.__doc__ or "").partition("\n")[0] == said
 
 

@@ -38,15 +38,15 @@ COMMANDS = {
     ),
     "compare": (
         "baselines.compare.command",
-        "Compare methods for smaller models on your task, under the same conditions.",
+        "Train ways to a smaller model on your task under the same terms, and say which is best.",
     ),
     "report": (
         "cli.commands.results",
-        "Write a self-contained HTML report of one run, or of several side by side.",
+        "Write one self-contained HTML page about one run, or several side by side.",
     ),
     "summary": (
         "cli.commands.results",
-        "Print ranks, parameters and MACs of every layer of a recipe's or a finished run's model.",
+        "Print ranks, parameters and MACs of every layer, of a recipe's model or a finished run's.",
     ),
     "demo": (
         "cli.commands.demo",
@@ -55,27 +55,27 @@ COMMANDS = {
     "recipes": ("cli.commands.listing", "List the recipes of the library."),
     "frontier": (
         "cli.commands.results",
-        "Find the best submodel of every size, without training, and add them to the report.",
+        "Find the best submodel for every size, without training, and add them to the report.",
     ),
     "deploy": (
         "cli.commands.results",
-        "Write a run's model, at its trained size or a smaller one, to verified files.",
+        "Write a run's model, as it was trained or cut to a size, to files that were verified.",
     ),
     "bench": (
         "cli.commands.results",
-        "Print latency, size and test accuracy of the dense and of smaller models.",
+        "Print latency, size and test accuracy of dense and deployed sizes side by side.",
     ),
     "compress": (
         "cli.commands.compressing",
-        "Compress a pretrained model to a limit, with data and without training.",
+        "Cut a pretrained model to a limit, by data and without training.",
     ),
     "distill": (
         "cli.commands.compressing",
-        "Distil the original transformers model into its compressed copy.",
+        "Train a compressed transformers model for some steps to say what the original says.",
     ),
     "verify": (
         "cli.commands.results",
-        "Verify the checksums of files; exit code 1 if one is damaged.",
+        "Read every file and say whether it is as it was written; exit code 1 if one is not.",
     ),
 }
 """Module and help of each command; `lod --help` imports none of the modules."""
