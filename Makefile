@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo docs wheel pythons test flower check bench soak paper clean
+.PHONY: help demo docs wheel pythons test flower check messages bench soak paper clean
 ITEM ?=
 
 help:  ## show the targets
@@ -46,6 +46,9 @@ check: $(VENV)/.installed  ## lint, formatting, types, imports between rooms
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+messages: $(VENV)/.installed  ## write all error and warning messages to tests/messages.txt
+	$(BIN)/python -m tests.support.messages
 
 bench: $(VENV)/.installed  ## measure training steps and single layers against dense ones
 	$(BIN)/python benchmarks/step.py

@@ -169,22 +169,23 @@ _EXTRAS = {
 }
 """The extra that a name needs."""
 
+if not TYPE_CHECKING:  # which would let any name pass
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in _HOME:
-        instead = _REMOVED.get(name, "")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
-    try:
-        module = importlib.import_module(f"{__name__}.{_HOME[name]}")
-    except ModuleNotFoundError as error:
-        if name not in _EXTRAS:
-            raise
-        text = importlib.import_module(f"{__name__}.text")
-        command = text.install_command(_EXTRAS[name])
-        raise OptionError(f"lod.{name} needs the package {error.name}: {command}.") from error
-    value = globals()[name] = getattr(module, name)
-    return value
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used."""
+        if name not in _HOME:
+            instead = _REMOVED.get(name, "")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
+        try:
+            module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+        except ModuleNotFoundError as error:
+            if name not in _EXTRAS:
+                raise
+            text = importlib.import_module(f"{__name__}.text")
+            command = text.install_command(_EXTRAS[name])
+            raise OptionError(f"lod.{name} needs the package {error.name}: {command}.") from error
+        value = globals()[name] = getattr(module, name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,7 @@
-"""One exception family: every message names the thing, the value and the way out."""
+"""Exceptions of the library, nearest-name suggestions, and checks of arguments.
+
+Every message says what is wrong, with which value, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +11,43 @@ from collections.abc import Iterable
 
 
 class MaestroError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Base class of all errors that this library raises."""
 
 
 class LayerError(MaestroError, ValueError):
-    """A layer, pattern or model that cannot be used as asked."""
+    """A layer, pattern or model cannot be used in the requested way."""
 
 
 class RankError(MaestroError, ValueError):
-    """A rank that the layer cannot have."""
+    """A layer cannot have the requested rank."""
 
 
 class OptionError(MaestroError, ValueError):
-    """An option with a value that makes no sense."""
+    """An option has an invalid value."""
 
 
 class BusyError(OptionError):
-    """A directory that another process works in."""
+    """Another process is working in the directory."""
 
 
 class TrainingError(MaestroError, RuntimeError):
-    """Training that would silently do nothing or has gone wrong."""
+    """Training diverged, or would have no effect."""
 
 
 class CheckpointError(MaestroError, RuntimeError):
-    """A file that is damaged, foreign, or of another model."""
+    """A file is damaged, was written by another program, or holds another model."""
 
 
 class OutputError(CheckpointError):
-    """A file that does not compute what the model does."""
+    """An exported file does not compute what the model computes."""
 
 
 class DataError(MaestroError, RuntimeError):
-    """Data that is missing, damaged, or not what its name says."""
+    """Data is missing, damaged, or differs from what its name implies."""
 
 
 def listed(names: Iterable[str], most: int = 6) -> str:
-    """Join names for a message; a long list is cut and counted, the model itself is spelled out."""
+    """Join names for a message; a list longer than `most` is cut, and its length is given."""
     shown = [name or "(the model itself)" for name in names]
     if len(shown) <= most:
         return ", ".join(shown) if shown else "none"
@@ -52,13 +55,13 @@ def listed(names: Iterable[str], most: int = 6) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return a sentence that names the closest known name, or an empty string."""
+    """Return " Did you mean …?" with the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def require_nonnegative(option: str, value: float) -> float:
-    """Return the value as a float, or refuse what is no number, negative, NaN or infinite."""
+    """Return the value as a float; raise OptionError if it is negative, NaN or infinite."""
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not real or not 0.0 <= float(value) < float("inf"):
         raise OptionError(f"{option}={value!r} must be a finite number that is zero or larger.")
@@ -66,28 +69,28 @@ def require_nonnegative(option: str, value: float) -> float:
 
 
 def require_whole(option: str, value: int) -> int:
-    """Return the value, or refuse one that is not a whole number, zero or larger."""
+    """Return the value; raise OptionError if it is not an integer of at least 0."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
         raise OptionError(f"{option}={value!r} must be a whole number, zero or larger.")
     return int(value)
 
 
 def require_seed(value: int) -> int:
-    """Return a seed, or refuse one that torch's generators cannot take."""
+    """Return a seed; raise OptionError if torch's generators cannot take it."""
     if require_whole("seed", value) >= 2**63:
         raise OptionError(f"seed={value!r:.40} must be less than 2**63.")
     return int(value)
 
 
 def require_bool(option: str, value: bool) -> bool:
-    """Return the value, or refuse what is neither True nor False: any text would count as true."""
+    """Return the value; raise OptionError if it is not a bool, since any text would be true."""
     if not isinstance(value, bool):
         raise OptionError(f"{option}={value!r} must be True or False.")
     return value
 
 
 def require_at_least_one(option: str, value: int, meaning: str) -> int:
-    """Return the value, or refuse one that is not a whole number above zero."""
+    """Return the value; raise OptionError if it is not an integer of at least 1."""
     if require_whole(option, value) == 0:
         raise OptionError(f"{option}=0 must be at least 1: {meaning}.")
     return int(value)
