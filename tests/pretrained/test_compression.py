@@ -107,6 +107,19 @@ def test_each_part_brings_the_model_closer_to_the_original():
     assert found["both"] <= found["corrected"]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_healing_never_makes_what_was_compressed_worse(seed):
+    torch.manual_seed(seed)
+    teacher = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 10)).eval()
+    data = [torch.randn(64, 24) for _ in range(8)]
+    plain, healed = copy.deepcopy(teacher), copy.deepcopy(teacher)
+    compress(plain, data, max_params=0.9)
+    done = compress(healed, data, max_params=0.9, healing=60)
+    distances = [distance(model, teacher, data[-1]) for model in (plain, healed)]
+    assert distances[1] <= distances[0]
+    assert done.healed is not None and done.healed.before == pytest.approx(distances[0])
+
+
 def test_healing_that_makes_it_worse_is_undone_and_says_so(monkeypatch):
     teacher, data = trained()
     model = copy.deepcopy(teacher)
