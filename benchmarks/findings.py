@@ -399,7 +399,14 @@ def main() -> None:
             about = {"review": probe.review, "finding": probe.finding, "kind": probe.kind,
                      "title": title, "test": probe.test}  # fmt: skip
             if options.only is None or any(part in title for part in options.only):
-                ends = {"before": run_in(trees[probe.review], title), "after": run_in(ROOT, title)}
+                try:
+                    ends = {
+                        "before": run_in(trees[probe.review], title),
+                        "after": run_in(ROOT, title),
+                    }
+                except RuntimeError as error:  # the program itself is wrong: the others go on
+                    print(error, file=sys.stderr, flush=True)
+                    continue
                 known[title] = about | {"commit": commit()} | ends
                 print(f"{probe.finding} {title}: {' → '.join(ends.values())}", flush=True)
                 rows = [known[title] for title in PROBES if title in known]
