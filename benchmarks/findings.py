@@ -1,10 +1,10 @@
 """Faults that were found once: whether each fails on the code before, and not on today's.
 
-python benchmarks/findings.py --before 3ab0e5b
+python benchmarks/findings.py
 
 Every probe is the smallest program that shows a fault to a user, through names that both versions
-have. It runs in a process of its own, first on a checkout of the commit before, then on this one.
-The tests that keep a fault from coming back stand beside it.
+have. It runs in a process of its own, first on a checkout of the commit that was reviewed, then on
+this one. The tests that keep a fault from coming back stand beside it.
 """
 
 from __future__ import annotations
@@ -17,40 +17,18 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import findings_models  # noqa: F401  # it has findings 11 to 13
+import findings_models  # noqa: F401  # 11 to 13 of the first review
+import findings_program  # noqa: F401  # 1 to 7, 10 to 12 and 15 to 20 of the second
+import findings_values  # noqa: F401  # the others of the second
 import torch
-from probes import PROBES, Fault, expect, probe, refuses
+from probes import FIRST, PROBES, PROGRAM, ROOT, SECOND, Fault, expect, lod, probe, refuses, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-ROOT = Path(__file__).parent.parent
-SMALL = ["data.limit=60", "batch=8", "epochs=2", "penalty=0.02", "threshold=0.1", "threads=1"]
-
-
-PROGRAM = (
-    "import sys, importlib.util as u\n"
-    "name = 'maestro_lod.cli' if u.find_spec('maestro_lod.cli') else 'maestro_lod.cli.main'\n"
-    "sys.exit(__import__(name, fromlist=['main']).main())"
-)
-"""Runs `lod`, which had another place before."""
-
-
-def lod(*arguments: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        capture_output=True, text=True, timeout=seconds, check=False,
-    )  # fmt: skip
-
-
-def trained(name: str = "run", *changes: str) -> Path:
-    """Train a small run; two epochs, unless told otherwise."""
-    options = [part for change in (*SMALL, *changes) for part in ("--set", change)]
-    done = lod("train", "digits", "--out", name, *options)
-    assert done.returncode == 0, done.stderr
-    return Path(name)
 
 
 def low_rank_model() -> nn.Module:
@@ -97,8 +75,11 @@ def data(batch): return {"train": DataLoader(Samples(), batch_size=batch)}
 """
 
 
-@probe(1, "`lod resume` in a directory where a training goes on",
-       "test_locks.py::test_two_trainings_and_a_killed_one_with_living_workers")  # fmt: skip
+@probe(
+    1,
+    "`lod resume` in a directory where a training goes on",
+    "files/test_locks.py::test_two_trainings_and_a_killed_one_with_living_workers",
+)
 def _() -> None:
     Path("own.py").write_text(WAITING)
     Path("own.yaml").write_text(
@@ -125,7 +106,7 @@ def _() -> None:
 
 
 @probe(2, "one flipped bit of a weight",
-       "test_digests.py::test_no_flipped_bit_loads_as_something_else")  # fmt: skip
+       "files/test_digests.py::test_no_flipped_bit_loads_as_something_else")  # fmt: skip
 def _() -> None:
     from maestro_lod import load, save
 
@@ -140,7 +121,7 @@ def _() -> None:
 
 
 @probe(3, "`lod summary` of a directory from elsewhere runs its code",
-       "test_run.py::test_a_directory_from_elsewhere_runs_nothing_unasked")  # fmt: skip
+       "cli/test_run.py::test_a_directory_from_elsewhere_runs_nothing_unasked")  # fmt: skip
 def _() -> None:
     Path("run").mkdir()
     Path("run/config.yaml").write_text(
@@ -156,7 +137,7 @@ def _() -> None:
 
 
 @probe(4, "settings edited before `resume`",
-       "test_run.py::test_settings_that_may_not_change_are_named")  # fmt: skip
+       "cli/test_run.py::test_settings_that_may_not_change_are_named")  # fmt: skip
 def _() -> None:
     accepted = []
     for old, new in (("seed: 0", "seed: 1"), ("penalty: 0.02", "penalty: 0.2"),
@@ -172,7 +153,7 @@ def _() -> None:
     expect(not accepted, f"accepted: {', '.join(accepted)}")
 
 
-@probe(4, "another run's checkpoint", "test_run.py::test_files_of_another_run_are_refused")
+@probe(4, "another run's checkpoint", "cli/test_run.py::test_files_of_another_run_are_refused")
 def _() -> None:
     one, other = trained("one"), trained("other", "seed=1")
     (one / "result.json").unlink()
@@ -184,20 +165,23 @@ def _() -> None:
 
 
 @probe(5, "a penalty that is never applied",
-       "test_noops.py::test_a_penalty_that_is_never_applied_is_refused")  # fmt: skip
+       "base/test_noops.py::test_a_penalty_that_is_never_applied_is_refused")  # fmt: skip
 def _() -> None:
     model = low_rank_model()
     refuses(lambda: epoch(model, method(model, penalty=0.1)))
 
 
-@probe(5, "`optimizer.step()` is never called",
-       "test_noops.py::test_an_epoch_without_a_step_of_the_optimizer_is_refused")  # fmt: skip
+@probe(
+    5,
+    "`optimizer.step()` is never called",
+    "base/test_noops.py::test_an_epoch_without_a_step_of_the_optimizer_is_refused",
+)
 def _() -> None:
     model = low_rank_model()
     refuses(lambda: epoch(model, method(model), step=False))
 
 
-@probe(5, "a step inside a step", "test_noops.py::test_a_step_inside_a_step_is_refused")
+@probe(5, "a step inside a step", "base/test_noops.py::test_a_step_inside_a_step_is_refused")
 def _() -> None:
     train = method(low_rank_model())
 
@@ -208,7 +192,7 @@ def _() -> None:
     refuses(both)
 
 
-@probe(5, "a frozen model", "test_noops.py::test_a_model_that_is_frozen_is_refused")
+@probe(5, "a frozen model", "base/test_noops.py::test_a_model_that_is_frozen_is_refused")
 def _() -> None:
     from maestro_lod import LoD
 
@@ -217,7 +201,7 @@ def _() -> None:
     refuses(lambda: LoD(model.requires_grad_(False), optimizer))
 
 
-@probe(5, "`proximal='false'` is true", "test_noops.py::test_text_is_neither_true_nor_false")
+@probe(5, "`proximal='false'` is true", "base/test_noops.py::test_text_is_neither_true_nor_false")
 def _() -> None:
     refuses(lambda: method(low_rank_model(), penalty=0.1, proximal="false"))
 
@@ -225,14 +209,17 @@ def _() -> None:
 @probe(
     5,
     "`min_rank=10**6`",
-    "test_noops.py::test_a_min_rank_above_all_ranks_is_refused_and_the_largest_is_not",
+    "base/test_noops.py::test_a_min_rank_above_all_ranks_is_refused_and_the_largest_is_not",
 )
 def _() -> None:
     refuses(lambda: method(low_rank_model(), min_rank=10**6))
 
 
-@probe(5, "`decompose(ranks=0)`",
-       "test_noops.py::test_rank_zero_for_all_layers_is_refused_and_by_name_it_is_not")  # fmt: skip
+@probe(
+    5,
+    "`decompose(ranks=0)`",
+    "base/test_noops.py::test_rank_zero_for_all_layers_is_refused_and_by_name_it_is_not",
+)
 def _() -> None:
     from maestro_lod import decompose
 
@@ -250,8 +237,11 @@ class Unreached(nn.Module):
         return self.first(x)
 
 
-@probe(5, "layers that no forward reaches are sampled",
-       "test_noops.py::test_layers_that_the_forward_never_reaches_are_not_sampled")  # fmt: skip
+@probe(
+    5,
+    "layers that no forward reaches are sampled",
+    "base/test_noops.py::test_layers_that_the_forward_never_reaches_are_not_sampled",
+)
 def _() -> None:
     from maestro_lod import decompose
 
@@ -276,7 +266,7 @@ def _() -> None:
 
 
 @probe(6, "`lod deploy --max-macs -1` searches first",
-       "test_trained.py::test_limits_are_checked_before_the_run_is_even_opened")  # fmt: skip
+       "cli/test_trained.py::test_limits_are_checked_before_the_run_is_even_opened")  # fmt: skip
 def _() -> None:
     directory = trained()
     before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
@@ -286,8 +276,11 @@ def _() -> None:
     expect(after == before and not Path("phone").exists(), "files are written before it refuses")
 
 
-@probe(7, "NaN outside the factors",
-       "test_noops.py::test_an_epoch_is_not_ended_with_parameters_that_are_not_finite")  # fmt: skip
+@probe(
+    7,
+    "NaN outside the factors",
+    "base/test_noops.py::test_an_epoch_is_not_ended_with_parameters_that_are_not_finite",
+)
 def _() -> None:
     model = low_rank_model()
     train = method(model)
@@ -298,8 +291,11 @@ def _() -> None:
     refuses(train.end_epoch)
 
 
-@probe(7, "a model that answers NaN alone is exported",
-       "test_noops.py::test_a_model_that_answers_with_nan_alone_is_not_exported")  # fmt: skip
+@probe(
+    7,
+    "a model that answers NaN alone is exported",
+    "base/test_noops.py::test_a_model_that_answers_with_nan_alone_is_not_exported",
+)
 def _() -> None:
     from maestro_lod.deploy.export import export
 
@@ -312,7 +308,7 @@ def _() -> None:
 
 
 @probe(8, "`save` gives other bytes each time",
-       "test_digests.py::test_the_same_gives_the_same_bytes")  # fmt: skip
+       "files/test_digests.py::test_the_same_gives_the_same_bytes")  # fmt: skip
 def _() -> None:
     from maestro_lod import save
 
@@ -324,7 +320,7 @@ def _() -> None:
 
 
 @probe(9, "float32 is rounded to bfloat16 without a word",
-       "test_mistakes.py::test_a_file_is_not_rounded_silently")  # fmt: skip
+       "base/test_mistakes.py::test_a_file_is_not_rounded_silently")  # fmt: skip
 def _() -> None:
     from maestro_lod import load, save
 
@@ -332,8 +328,11 @@ def _() -> None:
     refuses(lambda: load("model.safetensors", into=low_rank_model().to(torch.bfloat16)))
 
 
-@probe(10, "a layer of zeros gets no gradient",
-       "test_unmoved.py::test_layers_that_begin_as_zeros_learn_as_dense_ones_do")  # fmt: skip
+@probe(
+    10,
+    "a layer of zeros gets no gradient",
+    "train/test_zero_ranks.py::test_layers_that_begin_as_zeros_learn_as_dense_ones_do",
+)
 def _() -> None:
     from maestro_lod import decompose
 
@@ -346,7 +345,7 @@ def _() -> None:
 
 
 @probe(10, "an epoch that has not moved it removes a layer of zeros",
-       "test_unmoved.py::test_a_rate_that_begins_at_zero_removes_nothing")  # fmt: skip
+       "train/test_zero_ranks.py::test_a_rate_that_begins_at_zero_removes_nothing")  # fmt: skip
 def _() -> None:
     from maestro_lod import decompose, ranks
 
@@ -379,40 +378,58 @@ def run_in(tree: Path, title: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--before", default="3ab0e5b", help="the commit before")
-    parser.add_argument("--only", nargs="*", help="findings to try again; others stay as recorded")
+    parser.add_argument("--only", nargs="*", help="titles or parts of them; others stay recorded")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.probe:
         try:
-            PROBES[options.probe][2]()
+            PROBES[options.probe].run()
         except Fault as fault:
             print(fault)
             sys.exit(3)
         print("holds")
         return
-    from interleaved import RESULTS, commit, write
+    from interleaved import RESULTS, commit, keep
 
     record, known = RESULTS / "findings.json", dict[str, Any]()
     if options.only is not None:
         known = {row["title"]: row for row in json.loads(record.read_text())["answer"]["rows"]}
+    with reviewed() as trees:
+        for title, probe in PROBES.items():
+            about = {"review": probe.review, "finding": probe.finding, "kind": probe.kind,
+                     "title": title, "test": probe.test}  # fmt: skip
+            if options.only is None or any(part in title for part in options.only):
+                try:
+                    ends = {
+                        "before": run_in(trees[probe.review], title),
+                        "after": run_in(ROOT, title),
+                    }
+                except RuntimeError as error:  # the program itself is wrong: the others go on
+                    print(error, file=sys.stderr, flush=True)
+                    continue
+                known[title] = about | {"commit": commit()} | ends
+                print(f"{probe.finding} {title}: {' → '.join(ends.values())}", flush=True)
+                rows = [known[title] for title in PROBES if title in known]
+                keep("findings", {"rows": rows})
+            elif title in known:
+                known[title] |= about
+    rows = [known[title] for title in PROBES if title in known]
+    keep("findings", {"rows": rows})
+
+
+@contextmanager
+def reviewed() -> Iterator[dict[str, Path]]:
+    """Check out the commits that were reviewed."""
+    git = ["git", "-C", str(ROOT), "worktree"]
     with tempfile.TemporaryDirectory() as folder:
-        git = ["git", "-C", str(ROOT)]
-        subprocess.run(
-            [*git, "worktree", "add", "-q", "--detach", folder, options.before], check=True
-        )
+        trees = {review: Path(folder) / review for review in (FIRST, SECOND)}
         try:
-            for title, (finding, test, _) in PROBES.items():
-                if options.only is None or finding in options.only:
-                    known[title] = {
-                        "finding": int(finding), "title": title, "test": test, "commit": commit(),
-                        "before": run_in(Path(folder), title), "after": run_in(ROOT, title),
-                    }  # fmt: skip
+            for review, tree in trees.items():
+                subprocess.run([*git, "add", "-q", "--detach", str(tree), review], check=True)
+            yield trees
         finally:
-            subprocess.run([*git, "worktree", "remove", "--force", folder], check=True)
-    rows = sorted((known[title] for title in PROBES), key=lambda row: row["finding"])
-    print(json.dumps(rows, indent=1))
-    write("findings", {"before": options.before, "rows": rows})
+            for tree in trees.values():
+                subprocess.run([*git, "remove", "--force", str(tree)], check=False)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def mixtral() -> nn.Module:
 @probe(
     11,
     "the experts of Mixtral stay dense",
-    "test_experts.py::test_nearly_all_matrix_weights_are_decomposed",
+    "layers/test_experts.py::test_nearly_all_matrix_weights_are_decomposed",
 )
 def _() -> None:
     nothing_left_dense(mixtral(), least=0.1)
@@ -62,7 +62,7 @@ def _() -> None:
 @probe(
     11,
     "the experts of Qwen-MoE stay dense",
-    "test_experts.py::test_nearly_all_matrix_weights_are_decomposed",
+    "layers/test_experts.py::test_nearly_all_matrix_weights_are_decomposed",
 )
 def _() -> None:
     import transformers
@@ -78,7 +78,7 @@ def _() -> None:
 @probe(
     12,
     "MACs of Mixtral cannot be counted, or are too few",
-    "test_experts.py::test_macs_are_those_of_a_count_by_hand",
+    "layers/test_experts.py::test_macs_are_those_of_a_count_by_hand",
 )
 def _() -> None:
     ids = torch.randint(3, 64, (2, 12))
@@ -97,7 +97,7 @@ class Stacked(nn.Module):
 @probe(
     12,
     "products with stacked weights are not counted",
-    "test_cost.py::test_batched_products_with_weights_count_and_those_of_activations_do_not",
+    "model/test_cost.py::test_batched_products_with_weights_count_and_those_of_activations_do_not",
 )
 def _() -> None:
     macs_are(Stacked(), torch.empty(3, 7, 4), 3 * 7 * 4 * 5)
@@ -130,7 +130,7 @@ class ReadsValues(nn.Module):
 @probe(
     12,
     "models that ask for gradients in their forward are not counted",
-    "test_cost.py::test_models_that_need_values_are_counted_on_the_example_itself",
+    "model/test_cost.py::test_models_that_need_values_are_counted_on_the_example_itself",
 )
 def _() -> None:
     macs_are(Differentiating(), torch.ones(2, 6), 2 * 36)
@@ -139,7 +139,7 @@ def _() -> None:
 @probe(
     12,
     "models whose control flow reads values are not counted",
-    "test_cost.py::test_models_that_need_values_are_counted_on_the_example_itself",
+    "model/test_cost.py::test_models_that_need_values_are_counted_on_the_example_itself",
 )
 def _() -> None:
     macs_are(ReadsValues(), torch.ones(2, 6), 2 * 36)
@@ -164,7 +164,7 @@ class Tree(nn.Module):
 @probe(
     13,
     "a part called `base_layer` is taken for PEFT's",
-    "test_planning.py::test_a_part_that_happens_to_be_called_base_layer_is_no_adapter",
+    "model/test_survey.py::test_a_part_that_happens_to_be_called_base_layer_is_no_adapter",
 )
 def _() -> None:
     works(lambda: nothing_left_dense(Tree()))
@@ -188,7 +188,7 @@ class Versioned(nn.Module):
 @probe(
     13,
     "models that ask for the version of their state are not loaded",
-    "test_checkpoint.py::test_models_that_ask_for_the_version_of_their_state_are_loaded",
+    "model/test_checkpoint.py::test_models_that_ask_for_the_version_of_their_state_are_loaded",
 )
 def _() -> None:
     from maestro_lod import decompose, load, save
@@ -217,7 +217,7 @@ class HandsOver(nn.Module):
 @probe(
     13,
     "an embedding that is handed to a layer breaks what `extract` returns",
-    "test_planning.py::test_a_layer_handed_to_code_that_reads_its_weight_is_left_alone",
+    "model/test_survey.py::test_a_layer_handed_to_code_that_reads_its_weight_is_left_alone",
 )
 def _() -> None:
     from maestro_lod import decompose, extract
@@ -236,7 +236,7 @@ class FixedConv(nn.Conv3d):
 @probe(
     13,
     "subclasses that inherit `forward` stay dense",
-    "test_planning.py::test_subclasses_that_only_are_made_differently_are_decomposed",
+    "model/test_survey.py::test_subclasses_that_only_are_made_differently_are_decomposed",
 )
 def _() -> None:
     nothing_left_dense(nn.Sequential(FixedConv(), nn.Conv3d(12, 12, 1)))
@@ -260,7 +260,7 @@ class NeverRead(nn.Module):
 @probe(
     13,
     "a helper that nobody calls keeps a layer dense",
-    "test_planning.py::test_a_layer_whose_weight_other_code_reads_is_left_alone",
+    "model/test_survey.py::test_a_layer_whose_weight_other_code_reads_is_left_alone",
 )
 def _() -> None:
     nothing_left_dense(nn.Sequential(NeverRead(), nn.Linear(8, 8)))
@@ -281,7 +281,7 @@ class ForeignLinear(nn.Module):
 @probe(
     13,
     "linear layers of torch_geometric stay dense",
-    "test_planning.py::test_linear_layers_of_torch_geometric_are_decomposed",
+    "model/test_survey.py::test_linear_layers_of_torch_geometric_are_decomposed",
 )
 def _() -> None:
     place = {"__module__": "torch_geometric.nn.dense.linear"}

@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-PROBES: dict[str, tuple[str, str, Callable[[], object]]] = {}
-"""What is wrong, in the order of the findings → finding, test, probe."""
+ROOT = Path(__file__).parent.parent
+SMALL = ["data.limit=60", "batch=8", "epochs=2", "penalty=0.02", "threshold=0.1", "threads=1"]
+FIRST, SECOND = "3ab0e5b", "39eaffd"
+"""The commits that were reviewed."""
+
+
+PROGRAM = """
+import sys
+sys.path[:] = [place for place in sys.path if place]  # as for an installed program
+try:
+    from maestro_lod.cli.main import main
+except ModuleNotFoundError:
+    try:
+        from maestro_lod.app.cli import main
+    except ModuleNotFoundError:
+        from maestro_lod.cli import main
+sys.exit(main())
+"""
+"""Runs `lod`, which had other places before."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A fault that a review found."""
+
+    review: str
+    """The commit that was reviewed."""
+    finding: int
+    kind: str
+    test: str
+    run: Callable[[], object]
+
+
+PROBES: dict[str, Probe] = {}
+"""By what is wrong, in the order of the findings."""
 
 
 class Fault(Exception):
     """What was found is still there."""
 
 
-def probe(finding: int, title: str, test: str) -> Callable[[Callable[[], object]], None]:
+def probe(
+    finding: int, title: str, test: str, *, review: str = FIRST, kind: str = ""
+) -> Callable[[Callable[[], object]], None]:
     def noted(run: Callable[[], object]) -> None:
-        PROBES[title] = (str(finding), test, run)
+        assert title not in PROBES
+        PROBES[title] = Probe(review, finding, kind, f"tests/{test}", run)
 
     return noted
 
@@ -27,6 +69,8 @@ def refuses(work: Callable[[], object]) -> None:
         work()
     except MaestroError:
         return
+    except Exception as error:  # whatever it is, it is of somebody else
+        raise Fault(f"ends in {type(error).__name__}") from error
     raise Fault("nothing is said")
 
 
@@ -41,3 +85,42 @@ def works(work: Callable[[], object]) -> None:
         work()
     except Exception as error:  # which one it is says nothing about whose fault it is
         raise Fault(f"refused with {type(error).__name__}") from error
+
+
+def of(name: str, *modules: str) -> Any:
+    """Return what a module of the library holds, by the first of its names that there is."""
+    for module in modules:
+        try:
+            return getattr(importlib.import_module(f"maestro_lod.{module}"), name)
+        except ModuleNotFoundError:
+            continue
+    raise ImportError(f"{name} is in none of {modules}")
+
+
+def lod(
+    *arguments: str, seconds: float = 300, where: str = ".", before: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run `lod …`, in a process in which `before` was done before."""
+    return subprocess.run(
+        [sys.executable, "-c", f"{before}\n{PROGRAM}", *arguments], cwd=where,
+        capture_output=True, text=True, timeout=seconds, check=False,
+    )  # fmt: skip
+
+
+def one_line(*arguments: str, seconds: float = 300) -> None:
+    """Expect that `lod …` ends in an answer or in one line that is the library's own."""
+    try:
+        done = lod(*arguments, seconds=seconds)
+    except subprocess.TimeoutExpired:
+        raise Fault(f"no answer within {seconds:.0f} s") from None
+    expect("fault of lod" not in done.stderr, "a traceback, called a fault of lod")
+    expect("Traceback" not in done.stderr, "a traceback")
+    expect(done.returncode in (0, 1, 2), f"exit code {done.returncode}")
+
+
+def trained(name: str = "run", *changes: str) -> Path:
+    """Train a small run; two epochs, unless told otherwise."""
+    options = [part for change in (*SMALL, *changes) for part in ("--set", change)]
+    done = lod("train", "digits", "--out", name, *options)
+    assert done.returncode == 0, done.stderr
+    return Path(name)

@@ -350,6 +350,9 @@ class Soak:
         if run.is_dir():  # of a run that was killed behind its end: what the next start does
             with alone_in(run):
                 remove_leftovers(run)
+        if name in ("compress", "heal"):  # of one that was killed while it cleaned up, too
+            ended = started(KINDS[name].start()[1])
+            assert ended == "exit 2", f"a finished command, once more: {ended}"
         left = {path.name for path in Path().rglob(".*")}
         if name in PLACES and KINDS[name].over():
             left -= {f".{PLACES[name]}.lock"}  # held by nobody; whoever wants the place takes it

@@ -29,7 +29,7 @@ from maestro_lod.baselines.compare.plan import ComparisonPlan, Pace
 from maestro_lod.cli import main as cli
 from maestro_lod.cli.run import Interrupted, Run
 from maestro_lod.cli.setup import Setup
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import MaestroError, OptionError
 from maestro_lod.files.atomic import alone_in
 from maestro_lod.train.progress import EpochRecord, Progress
 
@@ -326,6 +326,33 @@ def test_the_same_call_reuses_everything_and_another_size_trains_only_that(
     assert len(notes.batches) == 4  # lod and narrow, two seeds each
     kept = [{**row, "runs": None} for row in facts(found)["rows"] if row["size"] != 0.5]
     assert kept == [{**row, "runs": None} for row in facts(first)["rows"]]
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"reason": 3}', "[" * 100_000, ""])
+@pytest.mark.parametrize("name", ["failed.json", "compared.json", "result.json"])
+def test_files_of_runs_that_are_damaged_are_one_line(
+    recipe: str, tmp_path: Path, name: str, content: str
+) -> None:
+    few = {**KILLED, "seeds": 1, "lr_trials": 1, "out": tmp_path / "out"}
+    compare(recipe, ["dense"], **few)
+    (run,) = (tmp_path / "out" / "runs").iterdir()
+    (run / name).write_text(content)
+    with pytest.raises(MaestroError, match=name) as refused:
+        compare(recipe, ["dense"], **few)
+    assert "\n" not in str(refused.value)
+
+
+def test_latencies_that_are_damaged_are_measured_again_or_refused(
+    recipe: str, tmp_path: Path
+) -> None:
+    few = {**KILLED, "seeds": 1, "lr_trials": 1, "out": tmp_path / "out"}
+    found = compare(recipe, ["dense"], **few)
+    for content in ("[1]", '{"dense": {}}', "[" * 100_000, ""):
+        (tmp_path / "out" / "latency.json").write_text(content)
+        try:
+            assert len(compare(recipe, ["dense"], **few).rows) == len(found.rows)
+        except MaestroError as refused:
+            assert "latency.json" in str(refused) and "\n" not in str(refused)
 
 
 def test_what_a_kill_left_in_a_finished_training_is_removed(recipe: str, tmp_path: Path) -> None:

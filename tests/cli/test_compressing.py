@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def data(batch):
     torch.manual_seed(1)
     pairs = [(torch.randn(batch, 12), torch.randint(10, (batch,))) for _ in range(4)]
     return {"train": pairs, "validation": pairs[:1]}
+
+def inputs():
+    return data(32)["train"]
+
+def graph():
+    return torch.fx.symbolic_trace(build())
+
+def on_meta():
+    return build().to("meta")
 
 def ids():
     return [{"input_ids": torch.arange(16).view(2, 8)} for _ in range(3)]
@@ -120,6 +130,60 @@ def test_a_killed_command_goes_on(llama, own, tmp_path, command, stage, monkeypa
     assert lod_command(*arguments, tmp_path / "undisturbed") == 0
     for file in (tmp_path / "undisturbed").iterdir():
         assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+
+
+def test_the_quality_before_and_after_and_the_way_out_are_printed(llama, own, texts, capsys):
+    texts["txt"].write_text("the cat sat on a mat and a dog ran far away\n" * 300)
+    data = ["--data", texts["txt"], "--batches", "2", "--share-tied", "--quiet"]
+    assert lod_command("compress", llama, *data, "--max-params", "0.9", "--out", "most") == 0
+    shown = capsys.readouterr().out
+    before, after = map(float, re.findall(r"perplexity (\S+) before, (\S+) after", shown)[0])
+    assert 1 < before < after < 1.05 * before
+    assert "noticeably worse" not in shown
+    assert lod_command("compress", "mine.yaml", "--max-params", "0.3", "--out", "few") == 0
+    assert re.search(
+        r"held-out batches: loss .* before, .* after; accuracy", capsys.readouterr().out
+    )
+    module = next(own.glob("own_*.py")).stem
+    options = ["--max-params", "0.2", "--fast", "--data", f"{module}:inputs"]
+    assert lod_command("compress", "mine.yaml", *options, "--out", "least") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"squared distance to the original's outputs.* 0 before", shown)
+    assert "noticeably worse than the original: give --heal more steps, or a larger" in shown
+
+
+def test_healing_reports_one_size_before_and_after_and_keeps_the_better(
+    llama, texts, tmp_path, capsys
+):
+    texts["txt"].write_text("the cat sat on a mat and a dog ran far away\n" * 300)
+    data, small = ["--data", texts["txt"], "--batches", "3", "--quiet"], tmp_path / "small"
+    limit = ["--max-params", "0.8", "--share-tied"]
+    assert lod_command("compress", llama, *data, *limit, "--out", small) == 0
+    model = from_pretrained(small)
+    given = ["heal", small, "--teacher", llama, *data, "--steps", "20", "--out"]
+    found = []
+    for name, lr in (("better", 1e-3), ("worse", 3.0)):
+        capsys.readouterr()
+        assert lod_command(*given, tmp_path / name, "--lr", lr) == 0
+        shown = capsys.readouterr().out
+        found.append(re.findall(r"batches: (\S+) before healing, ([\d.]+) after", shown)[0])
+        assert ("the weights from before are kept" in shown) == (name == "worse")
+    (first, better), (again, worse) = (map(float, pair) for pair in found)
+    assert first == again and better < first < worse
+    kept, healed = (from_pretrained(tmp_path / name) for name in ("worse", "better"))
+    ids = torch.tensor([[2, 3, 4]])
+    assert torch.equal(kept(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert not torch.equal(healed(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["graph", "on_meta"])
+def test_models_that_cannot_be_compressed_are_one_line(own, kind, capsys):
+    module = next(own.glob("own_*.py")).stem
+    Path("mine.yaml").write_text(f"model: {module}:{kind}\ndata: {module}:data\nepochs: 1\n")
+    assert lod_command("compress", "mine.yaml", "--max-params", "0.5", "--out", "out") in (1, 2)
+    told = capsys.readouterr().err
+    assert "fault of lod" not in told and "Traceback" not in told
+    assert not Path("out").exists()
 
 
 def test_a_failed_export_leaves_no_directory_and_no_lost_work(own, tmp_path, monkeypatch):

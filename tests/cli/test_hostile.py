@@ -113,13 +113,7 @@ def try_directories(
     """Open hostile copies of a directory by commands; return the ends, and what went wrong."""
     ends: Counter[str] = Counter()
     wrong: list[str] = []
-    cases = [
-        (name, change, command)
-        for name, change in changes(outside.file)
-        for command in commands
-        if command not in SLOW or name.startswith("config.yaml") or name.endswith("link")
-    ]
-    for name, change, command in cases[::every]:
+    for name, change, command in cases_of(changes(outside.file), commands)[::every]:
         directory = hostile.copied(sound, Path("hostile").absolute(), change)
         options = [word.format(sound) for word in commands[command]]
         try:
@@ -128,6 +122,16 @@ def try_directories(
             ends["failed"] += 1
             wrong.append(f"{command}, {name}: {type(error).__name__}: {str(error)[-400:]}")
     return ends, wrong
+
+
+def cases_of(changes: Any, commands: dict[str, list[str]]) -> list[tuple[str, Any, str]]:
+    """Return each change with each command that is tried on it."""
+    return [
+        (name, change, command)
+        for name, change in changes
+        for command in commands
+        if command not in SLOW or name.startswith("config.yaml") or name.endswith("link")
+    ]
 
 
 def finished_run(place: Path) -> Path:
@@ -153,11 +157,15 @@ def try_models(folder: Path, every: int = 1) -> tuple[Counter[str], list[str]]:
         return try_directories(sound, outside, hostile.model_directories, MODEL_COMMANDS, every)
 
 
+def updated() -> nn.Module:
+    torch.manual_seed(0)
+    return lod.decompose(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
+
+
 def try_updates(folder: Path, every: int = 1) -> tuple[Counter[str], list[str]]:
     ends: Counter[str] = Counter()
     wrong: list[str] = []
-    torch.manual_seed(0)
-    model = lod.decompose(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
+    model = updated()
     before = Snapshot.of(model)
     for name, update in [*hostile.updates(dict(model.state_dict()))][::every]:
         try:
@@ -186,6 +194,16 @@ def test_what_somebody_else_made_is_opened_safely(kind: str, tmp_path: Path) -> 
     attempt, every = KINDS[kind]
     _, wrong = attempt(tmp_path, every)
     assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_hundreds_of_cases() -> None:
+    outside = Path("outside")
+    runs = cases_of(hostile.run_directories(outside), RUN_COMMANDS)
+    models = cases_of(hostile.model_directories(outside), MODEL_COMMANDS)
+    updates = [*hostile.updates(dict(updated().state_dict()))]
+    made = {name for name, _, _ in (*runs, *models)} | {name for name, _ in updates}
+    assert len(made) >= 300
+    assert len(runs) + len(models) + len(updates) >= 1000
 
 
 if __name__ == "__main__":

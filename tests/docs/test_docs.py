@@ -160,6 +160,12 @@ def test_every_public_name_in_an_example_of_a_docstring_exists() -> None:
     assert {name for name in named if not hasattr(lod, name)} == set()
 
 
+def test_no_page_says_that_live_wrappers_are_refused() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        for line in page.read_text(encoding="utf-8").splitlines():
+            assert not ("live" in line and "DDP" in line and "refused" in line), page
+
+
 def test_what_every_command_says_is_shown_without_colours() -> None:
     shown = (ROOT / "docs" / "output.md").read_text(encoding="utf-8")
     for command in COMMANDS:

@@ -30,10 +30,16 @@ def test_the_tables_are_those_of_the_results(script: dict[str, object]) -> None:
 def test_what_was_counted_is_as_much_as_promised() -> None:
     results = {
         name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["answer"]
-        for name in ("soak", "damage", "locks")
+        for name in ("soak", "soak_commands", "damage", "locks", "hostile", "threads")
     }
-    assert sum(results["soak"]["kills"].values()) >= 1000
-    assert results["soak"]["failures"] == []
+    for name, least in (("soak", 1000), ("soak_commands", 500)):
+        assert sum(results[name]["kills"].values()) >= least
+        assert results[name]["failures"] == []
+    commands = {"compress", "heal", "deploy", "tune", "compare"}
+    assert set(results["soak_commands"]["kills"]) == commands
+    assert sum(sum(ends.values()) for ends in results["hostile"].values()) >= 1000
+    assert not any(ends.get("failed") for ends in results["hostile"].values())
+    assert results["threads"] == {"answers": 10_000, "of a wrong size": 0}
     for what, least in (("flipped bits", 10_000), ("damaged files", 2_000)):
         ends = results["damage"][what].values()
         assert sum(sum(end.values()) for end in ends) >= least
@@ -44,15 +50,27 @@ def test_what_was_counted_is_as_much_as_promised() -> None:
 def test_what_was_found_fails_on_the_code_before_and_holds_now() -> None:
     told = json.loads((ROOT / "benchmarks" / "results" / "findings.json").read_text())
     rows = told["answer"]["rows"]
-    assert {row["finding"] for row in rows} >= {*range(1, 14)}
+    for review, last in (("3ab0e5b", 13), ("39eaffd", 27)):
+        assert {row["finding"] for row in rows if row["review"] == review} == {*range(1, last + 1)}
     assert all(row["before"] != "holds" and row["after"] == "holds" for row in rows)
 
 
+def test_every_program_that_shows_a_fault_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    runpy.run_path(str(ROOT / "benchmarks" / "findings.py"))
+    probes = sys.modules["probes"].PROBES
+    told = json.loads((ROOT / "benchmarks" / "results" / "findings.json").read_text())
+    rows = told["answer"]["rows"]
+    assert [(row["title"], row["test"]) for row in rows] == [
+        (title, probe.test) for title, probe in probes.items()
+    ]
+
+
 def test_every_test_that_is_named_exists() -> None:
-    named = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", DOCS)
-    assert len(named) > 20
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(test_\w+))?`", DOCS)
+    assert len(named) > 20 and not re.search(r"`test_\w+\.py", DOCS)
     for file, test in named:
-        tree = ast.parse((ROOT / "tests" / file).read_text())
+        tree = ast.parse((ROOT / file).read_text())
         tests = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         assert not test or test in tests, f"{file}::{test}"
 

@@ -105,6 +105,19 @@ def test_each_part_brings_the_model_closer_to_the_original():
     assert found["both"] <= found["corrected"]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_distillation_never_makes_a_compressed_model_worse(seed):
+    torch.manual_seed(seed)
+    teacher = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 10)).eval()
+    data = [torch.randn(64, 24) for _ in range(8)]
+    plain, distilled = copy.deepcopy(teacher), copy.deepcopy(teacher)
+    compress(plain, data, max_params=0.9)
+    done = compress(distilled, data, max_params=0.9, distill_steps=60)
+    distances = [distance(model, teacher, data[-1]) for model in (plain, distilled)]
+    assert distances[1] <= distances[0]
+    assert done.distilled is not None and done.distilled.before == pytest.approx(distances[0])
+
+
 def test_distillation_that_makes_it_worse_is_undone_and_says_so(monkeypatch):
     teacher, data = trained()
     model, plain = copy.deepcopy(teacher), copy.deepcopy(teacher)

@@ -157,12 +157,14 @@ def updates(good: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
     for name, value in VALUES.items():
         yield f"an update that is {name}", value
         yield f"an entry that is {name}", {**good, key: value}
-    for filler in (float("nan"), float("inf"), 1e39):
-        yield (
-            f"values of {filler}",
-            {**good, key: torch.full(good[key].shape, filler, dtype=torch.float64)},
-        )
-    yield "complex", {**good, key: good[key].to(torch.complex64)}
+    for name, value in good.items():
+        for filler in (float("nan"), float("inf"), -float("inf"), 1e39):
+            filled = torch.full(value.shape, filler, dtype=torch.float64)
+            yield f"{name} is {filler}", {**good, name: filled}
+        for dtype in (torch.complex64, torch.complex128):
+            yield f"{name} is {dtype}", {**good, name: value.to(dtype)}
+        yield f"{name} has no element", {**good, name: value.new_empty(0)}
+        yield f"{name} has a dimension more", {**good, name: value[None]}
     yield "missing", {k: v for k, v in good.items() if k != key}
     yield "foreign", {**good, "evil": torch.ones(1)}
     yield "another shape", {**good, key: torch.ones(3, 3, 3)}

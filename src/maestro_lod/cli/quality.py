@@ -15,8 +15,10 @@ from maestro_lod.sizes.outputs import values_loss
 from maestro_lod.train.evaluate import evaluate
 
 _DISTANCE = "squared distance to the original's outputs, of their mean square"
-_NOTICEABLE = {"accuracy": 0.01, _DISTANCE: 0.05}
-"""Losses that are not reported; of other metrics a twentieth."""
+_JUDGES = ("accuracy", "perplexity", "loss", _DISTANCE)
+"""The first of these that is known says whether a model is worse."""
+_NOTICEABLE = 0.05
+"""Of what it was, or of one; of an accuracy one point."""
 
 
 class Quality:
@@ -38,7 +40,8 @@ class Quality:
             f"{name} {self._before[name]:.4g} before, {after[name]:.4g} after" for name in after
         ]
         line = f"on held-out batches: {'; '.join(values)}"
-        if not any(_is_worse(name, self._before[name], after[name]) for name in after):
+        judge = next(name for name in _JUDGES if name in after)
+        if not _is_worse(judge, self._before[judge], after[judge]):
             return line
         return (
             f"{line}\nthis is noticeably worse than the original: give more "
@@ -79,5 +82,5 @@ def _perplexity(sums: Sequence[tuple[float, int]]) -> float:
 
 def _is_worse(name: str, before: float, after: float) -> bool:
     if name == "accuracy":
-        return before - after > _NOTICEABLE[name]
-    return not after - before <= _NOTICEABLE.get(name, 0.05 * abs(before))
+        return before - after > 0.01
+    return not after - before <= _NOTICEABLE * (1.0 if name == _DISTANCE else abs(before))
