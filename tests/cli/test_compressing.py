@@ -145,14 +145,14 @@ def test_the_quality_before_and_after_and_the_way_out_are_printed(llama, own, te
         r"held-out batches: loss .* before, .* after; accuracy", capsys.readouterr().out
     )
     module = next(own.glob("own_*.py")).stem
-    options = ["--max-params", "0.2", "--fast", "--data", f"{module}:inputs"]
+    options = ["--max-params", "0.2", "--no-correction", "--data", f"{module}:inputs"]
     assert lod_command("compress", "mine.yaml", *options, "--out", "least") == 0
     shown = capsys.readouterr().out
     assert re.search(r"squared distance to the original's outputs.* 0 before", shown)
-    assert "noticeably worse than the original: give --heal more steps, or a larger" in shown
+    assert "noticeably worse than the original: give more --distill-steps, or a larger" in shown
 
 
-def test_healing_reports_one_size_before_and_after_and_keeps_the_better(
+def test_distillation_reports_one_size_before_and_after_and_keeps_the_better(
     llama, texts, tmp_path, capsys
 ):
     texts["txt"].write_text("the cat sat on a mat and a dog ran far away\n" * 300)
@@ -160,20 +160,20 @@ def test_healing_reports_one_size_before_and_after_and_keeps_the_better(
     limit = ["--max-params", "0.8", "--share-tied"]
     assert lod_command("compress", llama, *data, *limit, "--out", small) == 0
     model = from_pretrained(small)
-    given = ["heal", small, "--teacher", llama, *data, "--steps", "20", "--out"]
+    given = ["distill", small, "--teacher", llama, *data, "--steps", "20", "--out"]
     found = []
     for name, lr in (("better", 1e-3), ("worse", 3.0)):
         capsys.readouterr()
         assert lod_command(*given, tmp_path / name, "--lr", lr) == 0
         shown = capsys.readouterr().out
-        found.append(re.findall(r"batches: (\S+) before healing, ([\d.]+) after", shown)[0])
+        found.append(re.findall(r"batches: (\S+) before distillation, ([\d.]+) after", shown)[0])
         assert ("the weights from before are kept" in shown) == (name == "worse")
     (first, better), (again, worse) = (map(float, pair) for pair in found)
     assert first == again and better < first < worse
-    kept, healed = (from_pretrained(tmp_path / name) for name in ("worse", "better"))
+    kept, distilled = (from_pretrained(tmp_path / name) for name in ("worse", "better"))
     ids = torch.tensor([[2, 3, 4]])
     assert torch.equal(kept(input_ids=ids).logits, model(input_ids=ids).logits)
-    assert not torch.equal(healed(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert not torch.equal(distilled(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("kind", ["graph", "on_meta"])
