@@ -376,9 +376,9 @@ def test_the_program_searches_tradeoffs(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give both --max-params and --min-accuracy, or --pareto."),
-        (["--max-params", "9000"], "give both --max-params and --min-accuracy, or --pareto."),
-        (["--max-params", "9000", "--pareto", "3"], "--pareto has no limits"),
+        ([], "Give both --max-params and --min-accuracy, or --pareto."),
+        (["--max-params", "9000"], "Give both --max-params and --min-accuracy, or --pareto."),
+        (["--max-params", "9000", "--pareto", "3"], "--pareto searches without limits"),
         (["--pareto", "0"], "trials=0 must be at least 1."),
         (["--max-params", "9000", "--min-accuracy", "98"], "Did you mean 0.98?"),
         (["--pareto", "3", "--storage", "sqlite:////no/where"], "storage sqlite:////no/where cann"),
