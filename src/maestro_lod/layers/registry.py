@@ -47,10 +47,23 @@ _KINDS: dict[type | str, Any] = {}
 
 
 def register(dense: type[nn.Module] | str) -> Callable[[Kind], Kind]:
-    """Let a class replace layers of this type when a model is decomposed.
+    """Return a class decorator that lets the class replace layers of a type in `decompose`.
 
-    A type of a package that is not imported here is given by its full name. Subclasses count as
-    long as they change nothing but how they are made and shown: see `overridden_members`.
+    Args:
+        dense: The type of the dense layers; of a package that is not imported here, its full name.
+            Subclasses count if they change only construction and printing (see
+            `overridden_members`).
+
+    Returns:
+        A decorator for a class that derives from `LowRank`, or that is `Unpacked`.
+
+    Raises:
+        LayerError: When the class is decorated, if it is neither, or the type has another class.
+
+    Example:
+        >>> @lod.register("my_package.MyLinear")
+        ... class LowRankMyLinear(lod.LowRank):
+        ...     kind = "MyLinear"
     """
 
     def add(kind: Kind) -> Kind:

@@ -95,12 +95,31 @@ def survey(
     ranks: Ranks | None = None,
     tied: Tied = "keep",
 ) -> Survey:
-    """Say what `decompose` with these arguments makes of each layer, and why; changes nothing.
+    """List what `decompose` would do with each layer, and why; nothing is changed.
 
-    Every module that owns a weight matrix is listed; attention and recurrent layers by their parts.
-    On a model that is decomposed already, it shows what was done: the low-rank layers with their
-    ranks, the others with their reasons. A layer saves weights up to the rank that is named;
-    above it, its factors multiply more than the dense layer does.
+    Every module that owns a weight matrix is listed, attention and recurrent layers by their
+    parts. For a decomposed model, low-rank layers are listed with their ranks and the others with
+    their reasons. A layer saves weights up to its break-even rank; above it, its factors have
+    more than the dense layer.
+
+    Args:
+        model: A dense or decomposed model.
+        only: As for `decompose`.
+        skip: As for `decompose`.
+        ranks: As for `decompose`.
+        tied: As for `decompose`.
+
+    Returns:
+        The survey: data, and a table when printed.
+
+    Raises:
+        LayerError: If a pattern matches no layer.
+        RankError: If a layer cannot have the rank.
+        OptionError: If an option is invalid.
+
+    Example:
+        >>> print(lod.survey(nn.Sequential(nn.Linear(64, 32))))  # doctest: +ELLIPSIS
+        layer  kind ...
     """
     return Survey(tuple(Plan(model, only=only, skip=skip, ranks=ranks, tied=tied).rows.values()))
 
