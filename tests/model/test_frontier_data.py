@@ -189,8 +189,8 @@ def test_numbers_and_shares_are_told_apart() -> None:
         ({"min_accuracy": 97.0}, "min_accuracy=97.0 must be a share"),
         ({"min_accuracy": math.nan}, "min_accuracy=nan must be a share"),
         ({"max_latency": 0.1}, "knows no latency. Use with_latency"),
-        ({"max_params": "5"}, "max_params='5' is no number"),
-        ({"max_params": True}, "max_params=True is no number"),
+        ({"max_params": "5"}, "max_params='5' is not a number"),
+        ({"max_params": True}, "max_params=True is not a number"),
     ],
 )
 def test_bad_limits_get_one_clear_line(limits: dict[str, Any], message: str) -> None:

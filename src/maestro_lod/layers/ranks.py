@@ -1,4 +1,4 @@
-"""The mapping name -> rank: read it off a model, resolve what a user gave, apply it for a while."""
+"""Mappings from layer names to ranks: read, resolve and apply them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def require_all_active(model: nn.Module, what: str) -> None:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Say whether a glob pattern names this layer or a module that contains it."""
+    """Return whether a glob pattern names this layer or a module that contains it."""
     parts = name.split(".")
     prefixes = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
     return pattern in prefixes or any(fnmatchcase(prefix, pattern) for prefix in prefixes)
@@ -102,11 +102,11 @@ def resolve(given: Ranks, layers: Mapping[str, tuple[int, int]]) -> dict[str, in
     chosen: dict[str, int] = {}
     for key, value in given.items():
         if not isinstance(key, str):
-            raise LayerError(f"ranks names {key!r}, which is no text. Layers: {listed(layers)}.")
+            raise LayerError(f"ranks names {key!r}, which is not text. Layers: {listed(layers)}.")
         named = [key] if key in layers else [name for name in layers if matches(name, key)]
         if not named:
             raise LayerError(
-                f"ranks names {key!r}, which is no low-rank layer here.{suggest(key, layers)} "
+                f"ranks names {key!r}, which is not a low-rank layer here.{suggest(key, layers)} "
                 f"Layers: {listed(layers)}."
             )
         for name in named:
@@ -157,7 +157,7 @@ def match_ranks(model: nn.Module, state: Mapping[str, Any], prefix: str = "") ->
     Args:
         model: A decomposed model.
         state: A `state_dict` of the same model at any ranks.
-        prefix: What the names in `state` begin with.
+        prefix: The prefix of the names in `state`.
 
     Example:
         >>> model = lod.decompose(nn.Sequential(nn.Linear(64, 32)))
@@ -183,7 +183,7 @@ def at_ranks(model: Model, ranks: Ranks) -> Iterator[Model]:
     Args:
         model: A decomposed model.
         ranks: Ranks as for `decompose`; a share is one of the full rank, whatever is stored. Layers
-            that are not named stay as they are.
+            that are not named are unchanged.
 
     Yields:
         The model.

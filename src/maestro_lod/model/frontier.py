@@ -1,4 +1,4 @@
-"""Submodels of one model with what they cost, to choose from."""
+"""Frontiers: submodels of one model with their losses and costs, to choose from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHAPE: Shape = {"points": [_POINT], "dense": _POINT, "method": str, "cost": str
 
 @dataclass(frozen=True)
 class Frontier(Tabular, Sequence[Point]):
-    """Submodels of one model, from its own ranks on down, and the dense model beside them.
+    """Submodels of one model, from its own ranks on down, and the dense model.
 
     `dense` has the costs of the dense model, and loss and accuracy of the model at its own ranks.
     `cost` says which cost the search was to save: "macs" or "params".
@@ -206,7 +206,7 @@ class Frontier(Tabular, Sequence[Point]):
     def plot(
         self, path: str | os.PathLike[str], *, beside: Mapping[str, Frontier] | None = None
     ) -> None:
-        """Write a picture (SVG) of accuracy or loss over cost; `beside` adds others by name."""
+        """Write an SVG chart of accuracy or loss over cost; `beside=` adds frontiers by name."""
         frontiers = {self.method: self, **(beside or {})}
         up = "accuracy"
         if any(point.accuracy is None for f in frontiers.values() for point in f):

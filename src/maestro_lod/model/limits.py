@@ -1,4 +1,4 @@
-"""One submodel with what it costs, and the limits that users set on that."""
+"""Points (one submodel with its costs) and limits on them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _require_limit(option: str, value: float) -> None:
         )
     key, shown = option.partition("_")[2], f"{option}={value!r}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise OptionError(f"{shown} is no number.")
+        raise OptionError(f"{shown} is not a number.")
     if key == "accuracy":
         if not 0 <= value <= 1:
             raise OptionError(f"{shown} must be a share between 0 and 1.")

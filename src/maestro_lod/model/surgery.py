@@ -213,7 +213,7 @@ def _require_not_compiled_alone(model: nn.Module) -> None:
         inner = unwrapped(module)
         if inner is not module and hasattr(type(inner), "user_attributes"):
             raise LayerError(
-                f"{name} was compiled by itself: its compiled code would go on with the factors. "
+                f"{name} was compiled by itself: its compiled code would still use the factors. "
                 "Compile the model or the part that holds it, or fuse before you compile."
             )
 

@@ -1,4 +1,4 @@
-"""What can be decomposed, and why the rest is left alone."""
+"""Survey: which layers can be decomposed, and why the others stay dense."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class SurveyedLayer:
     full_rank: int | None = None
     """None for kinds that cannot be decomposed."""
     rank: int | None = None
-    """The rank that the layer has, or would get; None where it is left alone."""
+    """The rank that the layer has, or would get; None if it stays dense."""
     low_rank: bool = False
     """Whether the layer is low-rank now."""
     left_alone: str = ""
-    """Why the layer stays dense; empty where it is, or can be, low-rank."""
+    """Why the layer stays dense; empty if it is, or can be, low-rank."""
     break_even: int | None = None
     """The largest rank at which the factors have no more weights than the dense layer."""
     slow: str = ""
@@ -150,7 +150,7 @@ class Plan:
             raise OptionError(f"tied={tied!r} is not known. Choose 'keep' or 'share'.")
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise LayerError(
-                "the model is inside DistributedDataParallel, which would go on with the old "
+                "the model is inside DistributedDataParallel, which would still use the old "
                 "parameters. Decompose the model first, then wrap it."
             )
         model = unwrapped(model)
@@ -247,7 +247,7 @@ class Plan:
             for pattern in where if several else [where]:
                 if not isinstance(pattern, str):
                     raise OptionError(
-                        f"{option} has {pattern!r}, which is no pattern. Give names or glob "
+                        f"{option} has {pattern!r}, which is not a pattern. Give names or glob "
                         "patterns as text, or a predicate (name, module) -> bool."
                     )
                 hits = [name for name in self.rows if matches(name, pattern)]
