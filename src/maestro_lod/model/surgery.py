@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.errors import LayerError
+from maestro_lod.errors import LayerError, OptionError
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import (
     Model,
@@ -84,6 +84,11 @@ def decompose(
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
         >>> model = lod.decompose(model, skip="2")
     """
+    if calibration is not None and not hasattr(calibration, "fill"):
+        raise OptionError(
+            f"calibration is a {type(calibration).__name__}. Give the result of "
+            "lod.calibrate(model, batches)."
+        )
     plan = Plan(model, only=only, skip=skip, ranks=ranks, tied=tied)
     wanted = _require_possible(model, plan)
     fill = svd if calibration is None else calibration.fill()
