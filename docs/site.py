@@ -16,7 +16,7 @@ ORDER = {
     "Train": ["recipes", "tuning", "data", "models", "layers", "methods", "pretrained", "trainers"],
     "Integrations": ["huggingface", "distributed", "federated", "scale"],
     "Behind it": ["idea", "reliability", "compare", "measured", "paper/index"],
-    "Reference": ["api", "release", "contributing"],
+    "Reference": ["api", "glossary", "release", "contributing"],
 }
 """Pages by section; one that is not there is left out, one that is not named comes last."""
 

@@ -117,6 +117,14 @@ def test_a_single_sample_cannot_train_a_norm_over_the_batch() -> None:
         evaluate(Picky(), [(X, CLASS)])
 
 
+def test_batches_in_place_of_a_calibration() -> None:
+    model = net()
+    before = Snapshot.of(model)
+    with pytest.raises(OptionError, match=r"calibration is a list\. Give the result of lod\.calib"):
+        lod.decompose(model, calibration=[X])  # type: ignore[arg-type]
+    before.assert_unchanged(model)
+
+
 # -- seeds and weights ---------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "maestro_lod"
 SNAPSHOT = ROOT / "tests" / "messages.txt"
 AVOIDED = re.compile(
     r"\bSay (whether|what|why)\b|\bWhat (it|the|is|has|a)\b|\banew\b|\bso many\b"
-    r"|\b(nobody|somebody)\b|\bbeside\b|\bis no [a-z]+\b|\bgo(es)? on\b"
+    r"|\b(nobody|somebody)\b|\bbeside\b|(?<!there )\bis no [a-z]+\b|\bgo(es)? on\b"
     r"|\b(as|where) (it|they) (is|are)\b"
 )
 

@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def blocker(dense: nn.MultiheadAttention) -> str:
-        """Return why this layer must stay as it is, '' if nothing speaks against opening it."""
+        """Return why this layer cannot be unpacked, '' if it can."""
         if type(dense.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
             return f"its out_proj is a {type(dense.out_proj).__name__}"
         packed = ["in_proj_weight"] if dense._qkv_same_embed_dim else []
@@ -151,7 +151,7 @@ class Attention(nn.Module):
         return inputs
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Project to heads (N, heads, length, head_dim), with what is attended to beside inputs."""
+        """Project to heads (N, heads, length, head_dim), with the extra key positions."""
         q, k, v = self.q(query), self.k(key), self.v(value)
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], dim=1)

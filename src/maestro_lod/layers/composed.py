@@ -1,7 +1,7 @@
-"""Weights that are multiplied out once for several passes, and so are their gradients.
+"""Cache the product of a layer's factors, and its gradient, over several passes.
 
 At full rank most layers multiply their factors out in every forward, and each backward takes the
-gradient of the product to both factors. While the factors stay as they are, once is enough: the
+gradient of the product to both factors. While the factors do not change, once is enough: the
 passes run on the product as if it were a dense weight, and what they leave there goes to the
 factors at the end.
 """

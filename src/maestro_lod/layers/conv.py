@@ -39,7 +39,7 @@ _MOVING_ONE_VALUE_OF_A_GROUP = 192
 
 
 def _has_channels_last(weight: Tensor) -> bool:
-    """Say whether the channels of a kernel lie beside each other in memory."""
+    """Return whether a kernel's memory format is channels last."""
     return weight.stride(1) == 1 and not weight.is_contiguous()
 
 

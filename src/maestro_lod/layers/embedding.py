@@ -111,8 +111,8 @@ class LowRankEmbedding(LowRank):
 class SharedHead(nn.Module):
     """A linear output head that uses the factors of a low-rank embedding: logits = u·(v·x) + bias.
 
-    The embedding is no child of this module, so that it has one name, the one in the model, also
-    where the head comes first.
+    The embedding is not a child of this module, so that it has one name, the one in the model,
+    also where the head comes first.
     """
 
     kind = "SharedHead"
@@ -201,7 +201,7 @@ class SharedHead(nn.Module):
 
 
 def can_share(table: nn.Module, head: nn.Module) -> bool:
-    """Say whether two layers with one weight are an embedding and its output head, as they are."""
+    """Return whether two layers with one weight are an embedding and its unchanged output head."""
     if type(table) is not nn.Embedding or type(head) is not SharedHead.replaces:
         return False
     one, other = table.weight, head.weight  # not, say, a transposed view, or some rows

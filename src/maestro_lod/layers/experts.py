@@ -3,8 +3,8 @@
 transformers holds all experts of a layer in a few tensors (experts, out, in) and reads those. This
 one calls its stacks; it takes the same arguments and gives the same results, whatever the router
 chose. How an expert gates what lies between its stacks is asked of the original's own code. The
-file imports torch alone, so that an extracted model needs no more than these classes beside its
-own.
+file imports torch alone, so that an extracted model needs no more than these classes and
+its own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def apply_stacked(rows: Tensor, experts: Tensor, *stacks: Tensor) -> Tensor:
 
 
 def _needs_one_graph() -> bool:
-    """Say whether a graph is being made that must fit any choice of experts."""
+    """Return whether a graph is being recorded that must fit any choice of experts."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
@@ -107,7 +107,7 @@ class Experts(nn.Module):
 
     @staticmethod
     def blocker(dense: nn.Module) -> str:
-        """Return why this layer must stay as it is, '' if nothing speaks against opening it."""
+        """Return why this layer cannot be unpacked, '' if it can."""
         for name in _stack_names(dense):
             weight = dense._parameters.get(name)
             if weight is None or weight.ndim != 3:

@@ -71,7 +71,7 @@ class Factors(nn.Module):
     kept: Composed | None = None
     """The product of the factors, while `composed_once` keeps it for several passes."""
     _holders: tuple[Any, Any] | None = None
-    """Who holds the parts of `u` and `v` where they are sharded over processes."""
+    """The owners of the parts of `u` and `v`, if these are sharded over processes."""
     identity_factor: Literal["u", "v"] | None = None
     """Which factor is the identity and not trained, while the other is the weight itself."""
 
@@ -254,7 +254,7 @@ class Factors(nn.Module):
         return self
 
     def _place_limit(self) -> None:
-        """Keep the active rank that compiled graphs read beside the factors."""
+        """Keep the active rank that compiled graphs read on the factors' device."""
         if self._limit.device != self.u.device:
             self._limit = _changeable(self._compiled_rank(), self.u.device)
 
@@ -291,7 +291,7 @@ class Factors(nn.Module):
     def resize(self, rank: int) -> None:
         """Give the factors room for `rank` ranks, contents undefined; Parameters keep identity.
 
-        Keeping the Parameter objects lets an optimizer that already holds them go on.
+        The Parameter objects are kept, so that an optimizer that holds them still works.
         """
         for factor, dim in ((self.u, 1), (self.v, 0)):
             shape = [*factor.shape]

@@ -35,7 +35,7 @@ Rows: TypeAlias = Sequence[Tensor]
 """For each group of a layer vectors (positions, n) that its matrix multiplies, or its products."""
 
 PlainForm: TypeAlias = Literal["dense", "factored"]
-"""What a low-rank layer becomes when it is deployed: one plain layer, or one per factor."""
+"""The deployed form of a low-rank layer: one plain layer, or one per factor."""
 
 # Applying the factors one by one writes and reads a value per rank and position in between. Moving
 # it costs about as much as this many multiplications. Fitted by benchmarks/switch.py.
@@ -45,7 +45,7 @@ INTERMEDIATE_COST = 64
 def compose_is_cheaper(
     positions: int, m: int, n: int, rank: int, moving: int = INTERMEDIATE_COST
 ) -> bool:
-    """Say whether multiplying factors out first is faster than applying them one by one."""
+    """Return whether composing the factors first is faster than applying them one by one."""
     factored = positions * rank * (m + n + moving)
     composed = (positions + rank) * m * n
     return composed < factored
@@ -56,7 +56,7 @@ class LowRank(Factors):
 
     kind: ClassVar[str]
     options: ClassVar[tuple[str, ...]]
-    """What the dense layer's attributes say beside its weight; code of a model may read them."""
+    """The dense layer's attributes other than its weight; code of a model may read them."""
     dense_only = False
     """Whether only a dense plain layer can do what this one does, because of how it is called."""
     positionwise: ClassVar[bool] = False
@@ -75,7 +75,7 @@ class LowRank(Factors):
 
     @classmethod
     def blocker(cls, dense: Any) -> str:
-        """Return why this dense layer cannot be replaced, '' if nothing speaks against it."""
+        """Return why this dense layer cannot be replaced, '' if it can."""
         return ""
 
     def positions_of(self, *inputs: Any) -> int:
@@ -99,7 +99,7 @@ class LowRank(Factors):
         return None
 
     def input_key(self) -> tuple[Any, ...]:
-        """Return what decides, beside an input, which rows it has."""
+        """Return the options that determine `input_rows`, as a cache key."""
         return (type(self),)
 
     def lookups(self, *inputs: Any) -> Tensor | None:
@@ -108,11 +108,11 @@ class LowRank(Factors):
 
     @property
     def intermediate_cost(self) -> int:
-        """What a value per rank and position costs, in multiplications."""
+        """The cost of one intermediate value, per rank and position, in multiplications."""
         return INTERMEDIATE_COST
 
     def padded_rank(self, rank: int) -> int:
-        """Return with how many ranks `apply_factors` computes this many: as many."""
+        """Round a rank up to the number that `apply_factors` computes with; here unchanged."""
         return rank
 
     def to_weight(self, matrices: Tensor) -> Tensor:
@@ -162,11 +162,11 @@ class LowRank(Factors):
         return self.groups * math.prod(self.matrix_shape)
 
     def macs(self, positions: int, rank: int | None = None) -> int:
-        """Count the MACs of the factors applied one by one at so many positions."""
+        """Count the MACs of the factors applied one by one at a number of positions."""
         return positions * self.weights(rank)
 
     def dense_macs(self, positions: int) -> int:
-        """Count the MACs of the dense form at so many positions."""
+        """Count the MACs of the dense form at a number of positions."""
         return positions * self.dense_weights
 
     def plain_weights(self, form: PlainForm, rank: int) -> int:
@@ -174,7 +174,7 @@ class LowRank(Factors):
         return self.dense_weights if form == "dense" else self.weights(max(rank, 1))
 
     def plain_macs(self, form: PlainForm, positions: int, rank: int) -> int:
-        """Count the MACs of a plain form at so many positions."""
+        """Count the MACs of a plain form at a number of positions."""
         if form == "dense":
             return self.dense_macs(positions)
         return self.macs(positions, max(rank, 1))
@@ -186,7 +186,7 @@ class LowRank(Factors):
 
     @property
     def slow(self) -> str:
-        """Why a training step is hardly faster than the dense layer's, even at few ranks, if so."""
+        """Why a training step is not faster than dense even at low rank; '' if it is."""
         return ""
 
     def executed_macs(self, positions: int, rank: int) -> int:

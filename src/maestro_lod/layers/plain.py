@@ -1,4 +1,4 @@
-"""Torch's own layers, as those ask about them who put something else in their place."""
+"""Predicates on torch's built-in layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def is_linear_or_conv(module: nn.Module | None) -> TypeGuard[nn.Linear | nn.Conv2d]:
-    """Say whether a module is torch's `nn.Linear`, or its `nn.Conv2d` with zeros around images."""
+    """Return whether a module is exactly `nn.Linear`, or `nn.Conv2d` with zero padding."""
     if type(module) is nn.Conv2d:
         return module.padding_mode == "zeros"
     return type(module) is nn.Linear

@@ -1,4 +1,4 @@
-"""The mapping name -> rank: read it off a model, resolve what a user gave, apply it for a while."""
+"""Mappings from layer names to ranks: read, resolve and apply them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,18 @@ def low_rank_layers(model: nn.Module) -> dict[str, LowRank]:
 
 
 def ranks(model: nn.Module) -> dict[str, int]:
-    """Return the stored rank of every low-rank layer."""
+    """Return the stored rank of every low-rank layer.
+
+    Args:
+        model: A decomposed model; wrappers of `torch.compile` and DDP are looked through.
+
+    Returns:
+        The rank of each low-rank layer by its dotted name; empty if there is none.
+
+    Example:
+        >>> lod.ranks(lod.decompose(nn.Sequential(nn.Linear(64, 32))))
+        {'0': 32}
+    """
     return {name: layer.rank for name, layer in low_rank_layers(model).items()}
 
 
@@ -71,7 +82,7 @@ def require_all_active(model: nn.Module, what: str) -> None:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Say whether a glob pattern names this layer or a module that contains it."""
+    """Return whether a glob pattern names this layer or a module that contains it."""
     parts = name.split(".")
     prefixes = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
     return pattern in prefixes or any(fnmatchcase(prefix, pattern) for prefix in prefixes)
@@ -91,11 +102,11 @@ def resolve(given: Ranks, layers: Mapping[str, tuple[int, int]]) -> dict[str, in
     chosen: dict[str, int] = {}
     for key, value in given.items():
         if not isinstance(key, str):
-            raise LayerError(f"ranks names {key!r}, which is no text. Layers: {listed(layers)}.")
+            raise LayerError(f"ranks names {key!r}, which is not text. Layers: {listed(layers)}.")
         named = [key] if key in layers else [name for name in layers if matches(name, key)]
         if not named:
             raise LayerError(
-                f"ranks names {key!r}, which is no low-rank layer here.{suggest(key, layers)} "
+                f"ranks names {key!r}, which is not a low-rank layer here.{suggest(key, layers)} "
                 f"Layers: {listed(layers)}."
             )
         for name in named:
@@ -137,9 +148,22 @@ def resolve_for(model: nn.Module, given: Ranks | None) -> dict[str, int]:
 
 
 def match_ranks(model: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:
-    """Give the layers the ranks that they have in a state, in place; their contents are undefined.
+    """Resize the low-rank layers to the ranks that they have in a state, in place.
 
-    `load_state_dict` does so too, but warns where it cuts: this says that it is wanted.
+    The contents of resized factors are undefined until the state is loaded. `load_state_dict`
+    resizes too, but warns where it removes ranks; call this first to remove them without a
+    warning.
+
+    Args:
+        model: A decomposed model.
+        state: A `state_dict` of the same model at any ranks.
+        prefix: The prefix of the names in `state`.
+
+    Example:
+        >>> model = lod.decompose(nn.Sequential(nn.Linear(64, 32)))
+        >>> lod.match_ranks(model, {"0.u": torch.zeros(32, 8), "0.v": torch.zeros(8, 64)})
+        >>> lod.ranks(model)
+        {'0': 8}
     """
     for name, layer in low_rank_layers(model).items():
         rank = layer.rank_in(state, prefix + (f"{name}." if name else ""))
@@ -151,13 +175,27 @@ def match_ranks(model: nn.Module, state: Mapping[str, Any], prefix: str = "") ->
 def at_ranks(model: Model, ranks: Ranks) -> Iterator[Model]:
     """Run the submodel at these ranks inside the `with` block, without a copy.
 
-    `ranks` as for `decompose`: a share is one of the full rank, whatever is stored. Layers that are
-    not named stay as they are. Cover the backward too: activation checkpointing runs the forward
-    again.
+    The block must cover the backward too: activation checkpointing runs the forward again. The
+    ranks belong to the running context: other threads and asyncio tasks keep their own, and a
+    thread that is started inside the block begins outside of it. `torch.compile` keeps one size
+    at a time: two such blocks in two threads raise an error.
 
-    The ranks belong to the running context: other threads, and other tasks of asyncio, go on at
-    their own, and a thread that is started inside the block begins outside of it. `torch.compile`
-    keeps one size at a time: two such blocks in two threads are then refused.
+    Args:
+        model: A decomposed model.
+        ranks: Ranks as for `decompose`; a share is one of the full rank, whatever is stored. Layers
+            that are not named are unchanged.
+
+    Yields:
+        The model.
+
+    Raises:
+        RankError: If a layer cannot have the rank.
+        LayerError: If the model has no low-rank layer, or a name matches none.
+
+    Example:
+        >>> model = lod.decompose(nn.Sequential(nn.Linear(64, 32)))
+        >>> with lod.at_ranks(model, 0.25):
+        ...     output = model(torch.randn(2, 64))
     """
     layers = require_low_rank(model)
     chosen = resolve(ranks, _limits(layers))
@@ -166,11 +204,24 @@ def at_ranks(model: Model, ranks: Ranks) -> Iterator[Model]:
 
 
 def set_ranks(model: nn.Module, ranks: Ranks | None) -> None:
-    """Run the submodel at these ranks from now on, in place and without a copy; None: all ranks.
+    """Run the submodel at these ranks from now on, in place and without a copy.
 
-    Nothing is computed or moved, so a server can change its size between two requests. Layers that
-    are not named use all their ranks. This is a property of the model: it holds in all threads, but
-    not inside of `at_ranks`, and copies and pickles keep it.
+    Nothing is computed or moved, so a server can change its size between two requests. This is a
+    property of the model: it holds in all threads, but not inside of `at_ranks`, and copies and
+    pickles keep it.
+
+    Args:
+        model: A decomposed model.
+        ranks: Ranks as for `decompose`; layers that are not named use all their ranks. None: all
+            ranks.
+
+    Raises:
+        RankError: If a layer cannot have the rank.
+        LayerError: If the model has no low-rank layer, or a name matches none.
+
+    Example:
+        >>> model = lod.decompose(nn.Sequential(nn.Linear(64, 32)))
+        >>> lod.set_ranks(model, 0.25)
     """
     layers = require_low_rank(model)
     chosen = {} if ranks is None else resolve(ranks, _limits(layers))

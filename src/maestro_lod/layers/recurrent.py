@@ -42,7 +42,7 @@ class Product(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix itself, multiplied out anew each time."""
+        """The matrix, multiplied out at every access."""
         return self.u @ self.v
 
 
@@ -55,7 +55,7 @@ class Recurrent(nn.Module):
 
     @staticmethod
     def blocker(dense: nn.RNNBase) -> str:
-        """Return why this layer must stay as it is, '' if nothing speaks against opening it."""
+        """Return why this layer cannot be unpacked, '' if it can."""
         names = [name for names in dense._all_weights for name in names]
         return _computed_weights(dense, names)
 
@@ -121,7 +121,7 @@ class Recurrent(nn.Module):
             yield name, matrix.weight  # type: ignore[union-attr, misc]
 
     def _can_keep_weights(self) -> bool:
-        """Say whether this is a deployed layer that just runs: nobody asks for gradients."""
+        """Return whether this is a deployed layer that runs without gradients."""
         return (
             not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
@@ -130,7 +130,7 @@ class Recurrent(nn.Module):
         )
 
     def _with_weights(self) -> nn.RNNBase:
-        """Return torch's layer with the weights as they are now, kept until they change."""
+        """Return torch's layer with the current weights, cached until they change."""
         versions = [
             (p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters()
         ]

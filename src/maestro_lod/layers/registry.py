@@ -6,9 +6,9 @@ A kind of your own is one class and one line:
     class LowRankBilinear(LowRank):
         ...
 
-A layer with one weight is replaced by a `LowRank`. A layer with several is *opened*: replaced by a
-module that calls or reads parts, each of which is a dense layer of a registered type. Such a class
-defines what `Unpacked` says. `examples/own_layer.py` is a kind to copy.
+A layer with one weight is replaced by a `LowRank`. A layer with several is *unpacked*: replaced by
+a module that calls or reads parts, each of which is a dense layer of a registered type. Such a
+class defines what `Unpacked` says. `examples/own_layer.py` is a kind to copy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Unpacked(Protocol):
 
     @staticmethod
     def blocker(dense: Any) -> str:
-        """Return why this dense layer must stay closed, '' if nothing speaks against it."""
+        """Return why this dense layer cannot be unpacked, '' if it can."""
 
     def repacked(self, parts: Mapping[str, nn.Module]) -> nn.Module | None:
         """Return the dense layer again over these parts, None unless all are dense."""
@@ -47,17 +47,30 @@ _KINDS: dict[type | str, Any] = {}
 
 
 def register(dense: type[nn.Module] | str) -> Callable[[Kind], Kind]:
-    """Let a class replace layers of this type when a model is decomposed.
+    """Return a class decorator that lets the class replace layers of a type in `decompose`.
 
-    A type of a package that is not imported here is given by its full name. Subclasses count as
-    long as they change nothing but how they are made and shown: see `overridden_members`.
+    Args:
+        dense: The type of the dense layers; of a package that is not imported here, its full name.
+            Subclasses count if they change only construction and printing (see
+            `overridden_members`).
+
+    Returns:
+        A decorator for a class that derives from `LowRank`, or that is `Unpacked`.
+
+    Raises:
+        LayerError: When the class is decorated, if it is neither, or the type has another class.
+
+    Example:
+        >>> @lod.register("my_package.MyLinear")
+        ... class LowRankMyLinear(lod.LowRank):
+        ...     kind = "MyLinear"
     """
 
     def add(kind: Kind) -> Kind:
         if not issubclass(kind, LowRank) and not hasattr(kind, "repacked"):
             raise LayerError(
-                f"{kind.__name__} is no kind of layer: derive it from maestro_lod.layers.LowRank, "
-                "or define blocker and repacked as maestro_lod.layers.Unpacked says."
+                f"{kind.__name__} is not a kind of layer. Derive it from lod.LowRank, or define "
+                "blocker and repacked as maestro_lod.layers.Unpacked says."
             )
         known = _KINDS.get(dense)
         if known is not None and known.__qualname__ != kind.__qualname__:
@@ -111,17 +124,17 @@ def weights_read_by(dense: type) -> tuple[str, ...]:
 
 
 def low_rank_type(dense: type) -> type[LowRank] | None:
-    """Return what replaces layers of this type that have one weight, None if nothing does."""
+    """Return the low-rank class for layers of this type with one weight, None if there is none."""
     kind = _kind_of(dense)
     return kind if kind is not None and issubclass(kind, LowRank) else None
 
 
 def unpacked_type(dense: type) -> Any:
-    """Return what opens layers of this type that have several weights, None if nothing does."""
+    """Return the class that unpacks layers of this type, None if there is none."""
     kind = _kind_of(dense)
     return None if kind is None or issubclass(kind, LowRank) else kind
 
 
 def is_unpacked(module: nn.Module) -> bool:
-    """Say whether a module is an opened layer."""
+    """Return whether a module is an unpacked layer."""
     return type(module) in _KINDS.values() and not isinstance(module, LowRank)

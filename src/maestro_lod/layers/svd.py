@@ -1,4 +1,4 @@
-"""The one way in which a dense weight becomes factors.
+"""Factorization of dense weights by truncated SVD.
 
 All work is done on the shorter side of a matrix W: its leading left singular directions Q are found
 there, and the other factor is what they make of the weight, QᵀW. Then Q·(QᵀW) is W at full rank

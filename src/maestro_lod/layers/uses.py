@@ -1,4 +1,4 @@
-"""Where the factors of a model are used: by their own layer, by a head that shares them."""
+"""Uses of factors: by their own low-rank layer, or by a head that shares them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Role: TypeAlias = Literal["low-rank", "shared", "unpacked"]
 
 
 def module_role(module: nn.Module | None) -> Role | None:
-    """Say what a module stands for in a low-rank model, None for a layer of the dense one."""
+    """Return the role of a module in a low-rank model, None for a layer of the dense one."""
     if isinstance(module, LowRank):
         return "low-rank"
     if isinstance(module, SharedHead):

@@ -1,4 +1,4 @@
-"""What stands in the way of decomposing a layer, and what it is called."""
+"""Blockers: the reasons why a layer cannot be decomposed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from maestro_lod.model.structure import uninitialized
 
 
 class Blockers:
-    """What stands in the way of decomposing the modules of one model."""
+    """The reasons why modules of one model cannot be decomposed."""
 
     def __init__(self, model: nn.Module) -> None:
         # memory -> who has it: (name of the module, of the parameter, the module)
@@ -116,7 +116,7 @@ class Blockers:
         return kind.blocker(module) or self._to_parameter(weight)
 
     def unpacking_reason(self, module: nn.Module) -> str:
-        """Return why a layer with several weights must stay closed, '' if nothing says so."""
+        """Return why a layer with several weights cannot be unpacked, '' if it can."""
         if parametrize.is_parametrized(module):
             return "its weights are computed: it is parametrized"
         if reason := unpacked_type(type(module)).blocker(module):
@@ -166,7 +166,7 @@ class Blockers:
         return ""
 
     def saving_reason(self, module: nn.Module) -> str:
-        """Return that no rank is worth it, '' if some rank is."""
+        """Return that no rank saves weights, '' if some rank does."""
         probe = uninitialized("", module, 0)
         if probe.weights(1) >= probe.dense_weights:
             m, n = probe.matrix_shape
@@ -195,7 +195,7 @@ def _names_only_ours(dense: type[nn.Module]) -> set[str]:
 
 
 def _names(kind: type[nn.Module]) -> set[str]:
-    """Return the names that a class says its instances have, beside those of every module."""
+    """Return the attribute names that a class declares, without those of every module."""
     own = kind.__mro__[: kind.__mro__.index(nn.Module)]
     said = {name for base in own for name in (*vars(base), *inspect.get_annotations(base))}
     return said | set(getattr(kind, "__constants__", ()))

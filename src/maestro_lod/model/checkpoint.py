@@ -60,8 +60,20 @@ def save(
 ) -> None:
     """Write a low-rank model to one safetensors file that holds every size; atomic.
 
-    With its frontier in the file, `load` can choose a size by what it may cost. A model that is
-    sharded over processes is saved by all of them at once: the first one writes.
+    A model that is sharded over processes is saved by all of them at once: the first one writes.
+
+    Args:
+        model: A decomposed model.
+        path: The file to write.
+        frontier: The model's frontier: with it in the file, `load` can choose a size by its cost.
+
+    Raises:
+        CheckpointError: If the ranks of a layer are not ordered yet.
+        LayerError: If there is no low-rank layer.
+
+    Example:
+        >>> model = lod.decompose(nn.Sequential(nn.Linear(64, 32)))
+        >>> lod.save(model, "model.safetensors")
     """
     model = unwrapped(model)
     layers = require_low_rank(model)
@@ -101,9 +113,22 @@ def plain_state(path: Path) -> dict[str, Tensor]:
 
 
 def verify(path: str | os.PathLike[str]) -> bool:
-    """Read a whole file and refuse it if a bit is not as it was written; True if that is proven.
+    """Read a whole file and compare it with the digests in its header.
 
-    False is of a file from before digests were written: it is whole, which is all one can say.
+    Args:
+        path: A file that `save` or `export` wrote.
+
+    Returns:
+        True if every byte is as written; False if the file is complete but has no digests, as
+        files of early versions.
+
+    Raises:
+        CheckpointError: If the file is damaged.
+
+    Example:
+        >>> lod.save(lod.decompose(nn.Sequential(nn.Linear(64, 32))), "model.safetensors")
+        >>> lod.verify("model.safetensors")
+        True
     """
     with opened_file(Path(path)) as file:
         for key in file.shapes:
@@ -119,14 +144,30 @@ def load(
     verify: bool = True,
     **limits: float,
 ) -> Model:
-    """Load a file into a model, in place, reading only the ranks asked for; returns the model.
+    """Load a file into a model, in place, reading only the ranks that are needed.
 
-    `into` is the model that was saved, decomposed or still dense: layers become low-rank, dense or
-    two plain ones as the file says. Of a file with every size, layers that `ranks` does not name
-    get all ranks. Instead of ranks, limits as for `Frontier.pick` (`max_params=0.2`, `max_macs=…`,
-    …) take the best size within them, if the file was saved with a frontier. If anything does not
-    fit, the model is left as it was. What is read is compared with its digests, unless `verify` is
-    False.
+    If anything does not fit, the model is left unchanged.
+
+    Args:
+        path: A file that `save` or `export` wrote.
+        into: The model that was saved, decomposed or still dense: its layers become low-rank,
+            dense or two plain ones as in the file.
+        ranks: Ranks as for `decompose`, of a file with every size; layers that are not named get
+            all.
+        verify: Whether to compare what is read with its digests.
+        **limits: Limits as for `Frontier.pick` (`max_params=0.2`, `max_macs=…`) instead of ranks:
+            the best size within them, if the file was saved with a frontier.
+
+    Returns:
+        The model, or what a bare layer became.
+
+    Raises:
+        CheckpointError: If the file is damaged, or holds another model.
+        OptionError: If both ranks and limits are given, or no size is within the limits.
+
+    Example:
+        >>> lod.save(lod.decompose(nn.Sequential(nn.Linear(64, 32))), "model.safetensors")
+        >>> small = lod.load("model.safetensors", into=nn.Sequential(nn.Linear(64, 32)), ranks=8)
     """
     path = Path(path)
     with opened_file(path, verify=verify) as file:

@@ -1,4 +1,4 @@
-"""What a model's file says about the model in it: which layers are not the dense model's."""
+"""Checkpoint header: the metadata that describes the structure of a saved model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLAIN: Shape = {"layers": {str: str}, "factored": {str: int}, "aliases": {str: 
 
 
 def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return what a file with every size says of a low-rank model."""
+    """Return the metadata of a low-rank model's file, which holds every size."""
     try:
         structure = structure_of(model)
     except LayerError as error:
@@ -48,7 +48,7 @@ def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, 
 
 
 def plain_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return what a file with one size says of an extracted model."""
+    """Return the metadata of an extracted model's file, which holds one size."""
     types = {name: type(module).__name__ for name, module in with_parameters(model)}
     ranks = {name: rank for name, m in model.named_modules() if (rank := _factored_rank(m))}
     config = json.dumps({"layers": types, "factored": ranks, "aliases": aliases})
@@ -79,7 +79,7 @@ def _factored_rank(module: nn.Module) -> int | None:
 
 @dataclass(frozen=True)
 class CheckpointHeader:
-    """What a file says about the model in it."""
+    """The structure and aliases that a file's header describes."""
 
     structure: Structure
     aliases: dict[str, str]
@@ -150,7 +150,7 @@ def _plain_header(
     config = parse_json(metadata["config"], _PLAIN)
     types, ranks, aliases = config["layers"], config["factored"], config["aliases"]
     if not all(rank > 0 for rank in ranks.values()):
-        raise ValueError("a rank is no whole number above zero")
+        raise ValueError("a rank is not a whole number above zero")
     if not all(first in shapes for first in aliases.values()):
         raise ValueError("a shared tensor is missing")
     if low_rank_layers(into):

@@ -1,4 +1,4 @@
-"""What the code of a module reads: weights of the layers in it, and of layers it is handed.
+"""Static analysis of forwards: which layers' weights does a module's code read directly?
 
 Such code takes a dense weight for granted: a fused kernel, or a check of its dtype.
 """
@@ -23,7 +23,7 @@ Path: TypeAlias = tuple[str, ...]
 
 
 class WeightReads(NamedTuple):
-    """What the code of a class, or one method of it, reads and hands on; modules by their path."""
+    """The weights that the code of a class or method reads and passes on, by module path."""
 
     weights: frozenset[Path] = frozenset()
     """The submodules whose weights are read."""

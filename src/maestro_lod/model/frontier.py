@@ -206,7 +206,7 @@ class Frontier(Tabular, Sequence[Size]):
     def plot(
         self, path: str | os.PathLike[str], *, beside: Mapping[str, Frontier] | None = None
     ) -> None:
-        """Write a picture (SVG) of accuracy or loss over cost; `beside` adds others by name."""
+        """Write an SVG chart of accuracy or loss over cost; `beside=` adds frontiers by name."""
         frontiers = {self.method: self, **(beside or {})}
         up = "accuracy"
         if any(point.accuracy is None for f in frontiers.values() for point in f):

@@ -1,4 +1,4 @@
-"""Curves as SVG text: no drawing library is needed to look at them.
+"""SVG charts without a drawing library.
 
 Everything is drawn with style classes; `svg` brings a style along, a page has its own.
 """
@@ -65,7 +65,7 @@ def spread(values: Iterable[float]) -> tuple[float, float]:
 
 
 def round_up(value: float) -> float:
-    """Return the next of … 0.1, 0.2, 0.5, 1, 2, 5, 10 …"""
+    """Round up to the next of … 0.1, 0.2, 0.5, 1, 2, 5, 10 …."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= value * (1 - 1e-9))
 
@@ -93,7 +93,7 @@ class Frame:
 def grid(
     frame: Frame, x: Axis, y: Axis, show_x: Format, show_y: Format, corner: str | None = None
 ) -> Markup:
-    """Draw a line for each round value upwards, and the values beside both axes.
+    """Draw a line for each round value upwards, and label both axes.
 
     What goes across may be named in the `corner`.
     """

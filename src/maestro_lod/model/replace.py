@@ -1,4 +1,4 @@
-"""What a user put on a layer stays with it, whatever the layer becomes; and copies of models."""
+"""Transfer of hooks, biases and user attributes to replaced layers; copies of models."""
 
 from __future__ import annotations
 

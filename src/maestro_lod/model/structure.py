@@ -1,4 +1,4 @@
-"""What each layer of a model is, by name; and the one function that changes it.
+"""Structures: the form of each layer by name, and `restructure`, which changes it.
 
 A structure lists what differs from the dense model. Decomposing, fusing, extracting, loading and
 rebuilding all say which structure they want, and how a dense layer gets factors; what has to be
@@ -66,7 +66,7 @@ def structure_of(model: nn.Module) -> Structure:
 
 
 def drop_unneeded_unpacking(structure: Structure) -> Structure:
-    """Leave out opened layers of which no part is left that needs it."""
+    """Leave out unpacked layers without a low-rank or factored part."""
     holders = {
         name.rpartition(".")[0]
         for name, form in structure.items()
@@ -130,7 +130,7 @@ class _Exchange(NamedTuple):
 
 @dataclass
 class _Exchanges:
-    """What has to be exchanged in a model, found step by step."""
+    """The layers to exchange in a model, collected step by step."""
 
     modules: dict[str, nn.Module]
     wanted: Structure

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.errors import LayerError
+from maestro_lod.errors import LayerError, OptionError
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import (
     Model,
@@ -54,24 +54,41 @@ def decompose(
     """Replace layers by low-rank ones, in place; outputs are unchanged.
 
     Linear, convolution, attention, recurrent and embedding layers are replaced, attention and
-    recurrent ones weight by weight, and kinds of your own (`maestro_lod.layers.register`). Returns
-    the model (a bare layer cannot change in place: use what is returned). `only` and `skip` choose
-    layers by glob pattern, which may also name a module that contains them, or by a predicate
-    `(name, module) -> bool`. `ranks` below the full rank keep the leading singular directions: one
-    value for all, or a mapping by name or pattern; an int is a rank, a float in (0, 1) a share of
-    the full rank. `tied="share"` gives an embedding and the output head that is tied to it one
-    factor pair; by default both are left alone, as is anything else that is tied. Layers that are
-    low-rank already are kept. What is left alone, and why, is told by `survey` with the same
-    arguments.
+    recurrent ones weight by weight, and registered kinds (`register`). Layers that are low-rank
+    already are kept. `survey` with the same arguments lists what is left dense, and why. Create
+    the optimizer afterwards: the factors are new Parameters.
 
-    With `calibration`, which `calibrate(model, batches)` returns, ranks are ordered by what the
-    layers make of that data instead of by their weights: each number of ranks is the best for the
-    data. Use it for weights that were trained already.
+    Args:
+        model: The model. A bare layer cannot change in place: use the return value.
+        only: Which layers to replace: a glob pattern, several, or a predicate
+            `(name, module) -> bool`. A pattern may name a module that contains layers.
+        skip: Which layers to leave dense, in the same way.
+        ranks: Ranks below the full one keep the leading directions. One value for all layers, or a
+            mapping by name or pattern; an int is a rank, a float in (0, 1) a share of the full
+            rank.
+        tied: "share" gives an embedding and the output head that is tied to it one factor pair;
+            "keep" leaves both dense, as any other tied layer.
+        calibration: The result of `calibrate`. Ranks are then ordered by the recorded data
+            instead of by the weights: each number of ranks is the best for that data. Use it for
+            trained weights.
 
-    Create the optimizer afterwards: the factors are new Parameters.
+    Returns:
+        The model, or what a bare layer became.
 
-    >>> model = decompose(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
+    Raises:
+        LayerError: If no layer can be replaced, a pattern matches none, or weights are not finite.
+        RankError: If a layer cannot have the rank.
+        OptionError: If an option is invalid.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        >>> model = lod.decompose(model, skip="2")
     """
+    if calibration is not None and not hasattr(calibration, "fill"):
+        raise OptionError(
+            f"calibration is a {type(calibration).__name__}. Give the result of "
+            "lod.calibrate(model, batches)."
+        )
     plan = Plan(model, only=only, skip=skip, ranks=ranks, tied=tied)
     wanted = _require_possible(model, plan)
     fill = svd if calibration is None else calibration.fill()
@@ -114,13 +131,26 @@ def _why_nothing(model: nn.Module, plan: Plan) -> str:
 
 
 def fuse(model: Model, *, by: By = "params") -> Model:
-    """Turn low-rank layers back to dense wherever that is better, in place; outputs are unchanged.
+    """Make low-rank layers dense again where that is better, in place; outputs are unchanged.
 
-    A layer becomes dense iff m·n < r·(m+n). Both factors of a layer run at the same positions, so
-    parameters and MACs agree on this, except for embeddings, which are no cheaper to run factored:
-    by "macs" they become dense. `by=lod.latency(model, example)` decides by what was measured on
-    this machine instead, and a mapping of all low-rank layers to "dense" or "factored" as it says.
-    Meant for the end of training: an optimizer that holds the factors does not follow.
+    By parameters, a layer becomes dense iff m·n < r·(m+n). Both factors run at the same
+    positions, so parameters and MACs agree, except for embeddings, which by "macs" become dense.
+    Call it after training: an optimizer that holds the factors does not follow.
+
+    Args:
+        model: A decomposed model.
+        by: "params" or "macs"; the result of `latency` decides by measured times; a mapping names
+            "dense" or "factored" for every low-rank layer.
+
+    Returns:
+        The model, or what a bare layer became.
+
+    Raises:
+        LayerError: If there is no low-rank layer, or one was compiled by itself.
+        RankError: If a layer runs at fewer ranks than it stores.
+
+    Example:
+        >>> model = lod.fuse(lod.decompose(nn.Sequential(nn.Linear(64, 32))))
     """
     layers = require_low_rank(model)
     require_all_active(model, "fuse")
@@ -142,15 +172,29 @@ def fuse(model: Model, *, by: By = "params") -> Model:
 def extract(model: Model, ranks: Ranks | None = None, *, by: By = "params") -> Model:
     """Return a deep copy made of plain `nn` layers at these ranks; the model is untouched.
 
-    A layer becomes one dense layer where that is better (`by` as in `fuse`), else a `Sequential` of
-    two. `ranks` as for `decompose`: a share is one of the full rank, whatever is stored. Layers
-    that it does not name keep their stored rank; rank 0 becomes one rank of zeros, since no plain
-    layer has none. Hooks are left out, except those by which torch computes weights (weight norm
-    and the like). The copy runs and pickles without this library, except where attention, a
-    recurrent layer or experts keep low-rank weights: they are then `maestro_lod.layers.Attention`,
-    `Recurrent` or `Experts`, in files of their own that need torch alone; a recurrent layer
-    multiplies its factors out once, when it first runs. A head that shares an embedding's factors
-    shares the large one; the small one is there twice, since plain layers want it transposed.
+    A layer becomes one dense layer where that is better, else a `Sequential` of two. Hooks are
+    left out, except those by which torch computes weights. The copy runs and pickles without this
+    library, except where attention, a recurrent layer or experts keep low-rank weights: these are
+    then `maestro_lod.layers.Attention`, `Recurrent` or `Experts`, in files that import torch
+    alone. A recurrent layer multiplies its factors out once, when it first runs. A head that
+    shares an embedding's factors shares the large one; the small one is stored twice, once
+    transposed.
+
+    Args:
+        model: A decomposed model.
+        ranks: Ranks as for `decompose`; a share is one of the full rank, whatever is stored. Layers
+            that are not named keep their stored rank; rank 0 becomes one rank of zeros.
+        by: What decides between one layer and two, as in `fuse`.
+
+    Returns:
+        The plain copy.
+
+    Raises:
+        LayerError: If there is no low-rank layer, or the model cannot be copied.
+        RankError: If a layer cannot have the rank.
+
+    Example:
+        >>> small = lod.extract(lod.decompose(nn.Sequential(nn.Linear(64, 32))), 0.25)
     """
     inner = unwrapped(model)
     require_low_rank(inner)
@@ -174,7 +218,7 @@ def _require_not_compiled_alone(model: nn.Module) -> None:
         inner = unwrapped(module)
         if inner is not module and hasattr(type(inner), "user_attributes"):
             raise LayerError(
-                f"{name} was compiled by itself: its compiled code would go on with the factors. "
+                f"{name} was compiled by itself: its compiled code would still use the factors. "
                 "Compile the model or the part that holds it, or fuse before you compile."
             )
 

@@ -1,4 +1,4 @@
-"""What can be decomposed, and why the rest is left alone."""
+"""Survey: which layers can be decomposed, and why the others stay dense."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class SurveyedLayer:
     full_rank: int | None = None
     """None for kinds that cannot be decomposed."""
     rank: int | None = None
-    """The rank that the layer has, or would get; None where it is left alone."""
+    """The rank that the layer has, or would get; None if it stays dense."""
     low_rank: bool = False
     """Whether the layer is low-rank now."""
     left_alone: str = ""
-    """Why the layer stays dense; empty where it is, or can be, low-rank."""
+    """Why the layer stays dense; empty if it is, or can be, low-rank."""
     break_even: int | None = None
     """The largest rank at which the factors have no more weights than the dense layer."""
     slow: str = ""
@@ -95,12 +95,31 @@ def survey(
     ranks: Ranks | None = None,
     tied: Tied = "keep",
 ) -> Survey:
-    """Say what `decompose` with these arguments makes of each layer, and why; changes nothing.
+    """List what `decompose` would do with each layer, and why; nothing is changed.
 
-    Every module that owns a weight matrix is listed; attention and recurrent layers by their parts.
-    On a model that is decomposed already, it shows what was done: the low-rank layers with their
-    ranks, the others with their reasons. A layer saves weights up to the rank that is named;
-    above it, its factors multiply more than the dense layer does.
+    Every module that owns a weight matrix is listed, attention and recurrent layers by their
+    parts. For a decomposed model, low-rank layers are listed with their ranks and the others with
+    their reasons. A layer saves weights up to its break-even rank; above it, its factors have
+    more than the dense layer.
+
+    Args:
+        model: A dense or decomposed model.
+        only: As for `decompose`.
+        skip: As for `decompose`.
+        ranks: As for `decompose`.
+        tied: As for `decompose`.
+
+    Returns:
+        The survey: data, and a table when printed.
+
+    Raises:
+        LayerError: If a pattern matches no layer.
+        RankError: If a layer cannot have the rank.
+        OptionError: If an option is invalid.
+
+    Example:
+        >>> print(lod.survey(nn.Sequential(nn.Linear(64, 32))))  # doctest: +ELLIPSIS
+        layer  kind ...
     """
     return Survey(tuple(Plan(model, only=only, skip=skip, ranks=ranks, tied=tied).rows.values()))
 
@@ -131,7 +150,7 @@ class Plan:
             raise OptionError(f"tied={tied!r} is not known. Choose 'keep' or 'share'.")
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise LayerError(
-                "the model is inside DistributedDataParallel, which would go on with the old "
+                "the model is inside DistributedDataParallel, which would still use the old "
                 "parameters. Decompose the model first, then wrap it."
             )
         model = unwrapped(model)
@@ -228,7 +247,7 @@ class Plan:
             for pattern in where if several else [where]:
                 if not isinstance(pattern, str):
                     raise OptionError(
-                        f"{option} has {pattern!r}, which is no pattern. Give names or glob "
+                        f"{option} has {pattern!r}, which is not a pattern. Give names or glob "
                         "patterns as text, or a predicate (name, module) -> bool."
                     )
                 hits = [name for name in self.rows if matches(name, pattern)]
