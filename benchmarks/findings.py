@@ -35,6 +35,7 @@ from probes import (
     START,
     Fault,
     expect,
+    forked,
     lod,
     probe,
     refuses,
