@@ -132,9 +132,8 @@ def weights_elsewhere(name: str) -> None:
     from safetensors.torch import load_file, save_file
 
     place, tensors = language_model(), dict[str, Any]()
-    for shard in place.glob("*.safetensors"):
+    for shard in place.glob("*.safetensors"):  # which stay, so that not all is pickled
         tensors |= load_file(shard)
-        shard.unlink()
     if name.endswith(".bin"):
         torch.save(tensors, place / name)
     else:
@@ -251,6 +250,7 @@ def _() -> None:
 # -- 15 to 17: lost or stuck -----------------------------------------------------------------------
 
 KILLED = """
+import os
 import maestro_lod.integrations.huggingface as saving
 real = saving.save_pretrained
 def killed(*arguments, **options):
