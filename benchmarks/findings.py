@@ -26,7 +26,21 @@ import findings_models  # noqa: F401  # 11 to 13 of the first review
 import findings_program  # noqa: F401  # 1 to 7, 10 to 12 and 15 to 20 of the second
 import findings_values  # noqa: F401  # the others of the second
 import torch
-from probes import FIRST, PROBES, PROGRAM, ROOT, SECOND, Fault, expect, lod, probe, refuses, trained
+from probes import (
+    FIRST,
+    PROBES,
+    PROGRAM,
+    ROOT,
+    SECOND,
+    START,
+    Fault,
+    expect,
+    forked,
+    lod,
+    probe,
+    refuses,
+    trained,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -86,7 +100,7 @@ def _() -> None:
         "model: own:model\ndata: own:data\nepochs: 3\nbatch: 8\ncheckpoint_every: 0\n"
     )
     first = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "train", "own.yaml", "--out", "run"],
+        [sys.executable, "-c", START, "train", "own.yaml", "--out", "run"],
         env=os.environ | {"WAITS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
@@ -362,59 +376,42 @@ def _() -> None:
 # -- before and after ------------------------------------------------------------------------------
 
 
-def run_in(tree: Path, title: str) -> str:
-    """Return how a probe ends on the code of a tree: 'holds', or what is wrong."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, __file__, "--probe", title],
-            cwd=folder, capture_output=True, text=True, check=False,
-            env=os.environ | {"PYTHONPATH": str(tree / "src"), "LOD_CACHE": folder,
-                              "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    if done.returncode not in (0, 3):
-        raise RuntimeError(f"{title} on {tree}:\n{done.stderr}")
-    return done.stdout.strip()
+def ends_on(tree: Path, titles: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield how probes end on the code of a tree: 'holds', or what is wrong."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--probes", json.dumps(titles)],
+        stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        title, end = json.loads(line)
+        yield title, end
+    if process.wait() != 0:
+        raise RuntimeError(f"the probes ended with {process.returncode} on {tree}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="titles or parts of them; others stay recorded")
-    parser.add_argument("--probe", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.probe:
-        try:
-            PROBES[options.probe].run()
-        except Fault as fault:
-            print(fault)
-            sys.exit(3)
-        print("holds")
-        return
-    from interleaved import RESULTS, commit, keep
+def try_all(titles: list[str]) -> None:
+    """Try each probe in a fork and a folder of its own; imports are shared."""
+    exec(PROGRAM, {})
+    for title in titles:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["LOD_CACHE"] = folder
+            done = forked(lambda title=title, folder=folder: attempt(title, folder), 600)
+        if done.returncode not in (0, 3):
+            print(f"{title}:\n{done.stderr}", file=sys.stderr, flush=True)
+        else:
+            print(json.dumps([title, done.stdout.strip()]), flush=True)
 
-    record, known = RESULTS / "findings.json", dict[str, Any]()
-    if options.only is not None:
-        known = {row["title"]: row for row in json.loads(record.read_text())["answer"]["rows"]}
-    with reviewed() as trees:
-        for title, probe in PROBES.items():
-            about = {"review": probe.review, "finding": probe.finding, "kind": probe.kind,
-                     "title": title, "test": probe.test}  # fmt: skip
-            if options.only is None or any(part in title for part in options.only):
-                try:
-                    ends = {
-                        "before": run_in(trees[probe.review], title),
-                        "after": run_in(ROOT, title),
-                    }
-                except RuntimeError as error:  # the program itself is wrong: the others go on
-                    print(error, file=sys.stderr, flush=True)
-                    continue
-                known[title] = about | {"commit": commit()} | ends
-                print(f"{probe.finding} {title}: {' → '.join(ends.values())}", flush=True)
-                rows = [known[title] for title in PROBES if title in known]
-                keep("findings", {"rows": rows})
-            elif title in known:
-                known[title] |= about
-    rows = [known[title] for title in PROBES if title in known]
-    keep("findings", {"rows": rows})
+
+def attempt(title: str, folder: str) -> None:
+    os.chdir(folder)
+    try:
+        PROBES[title].run()
+    except Fault as fault:
+        print(fault)
+        sys.exit(3)
+    print("holds")
 
 
 @contextmanager
@@ -430,6 +427,43 @@ def reviewed() -> Iterator[dict[str, Path]]:
         finally:
             for tree in trees.values():
                 subprocess.run([*git, "remove", "--force", str(tree)], check=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", help="titles or parts of them; others stay recorded")
+    parser.add_argument("--probes", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.probes:
+        try_all(options.probes)
+        return
+    from interleaved import RESULTS, commit, keep
+
+    known = dict[str, Any]()
+    if options.only is not None:
+        record = json.loads((RESULTS / "findings.json").read_text())
+        known = {row["title"]: row for row in record["answer"]["rows"]}
+    asked = [
+        title for title in PROBES
+        if options.only is None or any(part in title for part in options.only)
+    ]  # fmt: skip
+    before = dict[str, str]()
+    with reviewed() as trees:
+        for review, tree in trees.items():
+            of_it = [title for title in asked if PROBES[title].review == review]
+            for title, end in ends_on(tree, of_it):
+                before[title] = end
+                print(f"before: {title}: {end}", flush=True)
+    for title, end in ends_on(ROOT, [*before]):
+        known[title] = {"commit": commit(), "before": before[title], "after": end}
+        print(f"after: {title}: {end}", flush=True)
+    rows = []
+    for title, of in PROBES.items():
+        if title in known:
+            about = {"review": of.review, "finding": of.finding, "kind": of.kind}
+            ends = {key: known[title][key] for key in ("commit", "before", "after")}
+            rows.append(about | {"title": title, "test": of.test} | ends)
+    keep("findings", {"rows": rows})
 
 
 if __name__ == "__main__":

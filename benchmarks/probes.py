@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +31,9 @@ except ModuleNotFoundError:
         from maestro_lod.app.cli import main
     except ModuleNotFoundError:
         from maestro_lod.cli import main
-sys.exit(main())
 """
-"""Runs `lod`, which had other places before."""
+"""Imports `lod`, which had other places before."""
+START = f"{PROGRAM}\nsys.exit(main())"
 
 
 @dataclass(frozen=True)
@@ -98,13 +103,62 @@ def of(name: str, *modules: str) -> Any:
 
 
 def lod(
-    *arguments: str, seconds: float = 300, where: str = ".", before: str = ""
+    *arguments: str, seconds: float = 300, where: str = "", before: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run `lod …`, in a process in which `before` was done before."""
-    return subprocess.run(
-        [sys.executable, "-c", f"{before}\n{PROGRAM}", *arguments], cwd=where,
-        capture_output=True, text=True, timeout=seconds, check=False,
-    )  # fmt: skip
+    """Run `lod …` in a fork; in a process of its own, where nothing is imported, if need be.
+
+    That is the case for another working directory, or if something has to be done `before`.
+    """
+    if where or before:
+        return subprocess.run(
+            [sys.executable, "-c", f"{before}\n{START}", *arguments],
+            cwd=where or None,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+
+    def program() -> None:
+        sys.argv = ["lod", *arguments]
+        exec(START, {"__name__": "__main__"})
+
+    return forked(program, seconds)
+
+
+def forked(work: Callable[[], object], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Do something in a fork of this process, and return how it ended and what it said."""
+    sys.stdout.flush()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            code = 0
+            try:
+                work()
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        until, done = time.monotonic() + seconds, (0, 0)
+        while not done[0]:
+            done = os.waitpid(child, os.WNOHANG)
+            if not done[0] and time.monotonic() > until:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                raise subprocess.TimeoutExpired("lod", seconds)
+            time.sleep(0.02)
+        said = []
+        for stream in (out, err):
+            stream.seek(0)
+            said.append(stream.read())
+    return subprocess.CompletedProcess([], os.waitstatus_to_exitcode(done[1]), *said)
 
 
 def one_line(*arguments: str, seconds: float = 300) -> None:

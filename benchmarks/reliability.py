@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from interleaved import RESULTS, write
+from probes import FIRST, SECOND
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "reliability.md"
@@ -124,9 +125,9 @@ def costs() -> str:
 def found_by_review() -> dict[str, list[dict[str, Any]]]:
     """Return the faults that were found, by the commit that was reviewed."""
     reviews: dict[str, list[dict[str, Any]]] = {}
-    for row in record("findings")["answer"]["rows"]:
+    for row in sorted(record("findings")["answer"]["rows"], key=lambda row: row["finding"]):
         reviews.setdefault(row["review"], []).append(row)
-    return reviews
+    return {review: reviews[review] for review in (FIRST, SECOND)}
 
 
 def kinds() -> str:
