@@ -36,7 +36,7 @@ def bench(
         shares: The smaller sizes, as shares of the dense MACs.
         batch: Batch size of the timings.
         beside: Another run of the same task, such as a dense training.
-        progress: Called while sizes are searched.
+        on_progress: Called while sizes are searched, as in `frontier`.
 
     Returns:
         A table of cost, latency and test metrics.
