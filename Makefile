@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo docs wheel pythons test flower check messages bench soak paper clean
+.PHONY: help demo docs wheel pythons test test-all messages flower check messages bench soak paper clean
 ITEM ?=
 
 help:  ## show the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,7 +24,10 @@ demo: $(VENV)/.demo  ## train a LeNet to a quarter of its size, cut every size, 
 	rm -rf demo
 	$(BIN)/lod demo
 
-test: $(VENV)/.installed  ## run all tests
+test: $(VENV)/.installed  ## run all tests but the slow ones
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: $(VENV)/.installed  ## run all tests
 	$(BIN)/python -m pytest -n 2
 
 # Flower's pins and those of the rest exclude each other
