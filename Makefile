@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo docs wheel pythons test test-all messages flower check messages bench soak paper clean
+.PHONY: help demo docs wheel pythons test test-all flower check messages bench soak paper clean
 ITEM ?=
 
 help:  ## show the targets
