@@ -524,27 +524,25 @@ def _() -> None:
     run = trained()
     result = json.loads((run / "result.json").read_text())
 
-    def changed(file: str, content: str, command: str = "report") -> None:
+    def changed(file: str, content: str, *commands: str) -> None:
         shutil.rmtree("odd", ignore_errors=True)
         shutil.copytree(run, "odd")
         (Path("odd") / file).write_text(content)
-        one_line(command, "odd")
+        for command in commands or ("report",):
+            one_line(command, "odd")
 
-    tracebacks(
-        {
-            "result.json list": lambda: changed("result.json", "[1]"),
-            **{
-                f"{key} {value!r}": lambda key=key, value=value: changed(
-                    "result.json", json.dumps(result | {key: value})
-                )
-                for key in ("settings", "summary", "ledger", "test")
-                for value in (-7, [[]])
-            },
-            "metrics.jsonl": lambda: changed("metrics.jsonl", "[1]\n"),
-            "environment.json": lambda: changed("environment.json", "[" * 100_000),
-            "frontier.json": lambda: changed("frontier.json", '{"points": 3}'),
-        }
-    )
+    attempts: dict[str, Callable[[], object]] = {
+        "metrics.jsonl": lambda: changed("metrics.jsonl", "[1]\n"),
+        "environment.json": lambda: changed("environment.json", "[" * 100_000),
+        "frontier.json": lambda: changed("frontier.json", '{"points": 3}'),
+    }
+    for key in ("full_ranks", "weights", "summary", "ledger"):
+        for value in (-7, [[]]):
+            content = json.dumps(result | {key: value})
+            attempts[f"{key}: {value}"] = partial(
+                changed, "result.json", content, "summary", "report", "verify"
+            )
+    tracebacks(attempts)
 
 
 @foreign(18, "YAML that is deep, or contains itself", HOSTILE)

@@ -249,7 +249,7 @@ def _() -> None:
 )
 def _() -> None:
     homes = ("model.frontier", "deploy.points")
-    frontier, point, reference = (of(name, *homes) for name in ("Frontier", "Point", "Reference"))
+    frontier, point = of("Frontier", *homes), of("Point", *homes)
     points = [
         point({"a": rank}, loss, accuracy, params=params, macs=None, bytes=40)
         for rank, loss, accuracy, params in (
@@ -258,7 +258,7 @@ def _() -> None:
             (1, 0.29, 0.9705, 5),
         )
     ]
-    dense = reference(params=100, macs=None, bytes=400, loss=0.1, accuracy=0.97)
+    dense = point({}, 0.1, 0.97, params=100, macs=None, bytes=400)
     found = frontier(tuple(points), dense, "greedy", "params")
     chosen = {found.pick(max_params=limit)["a"] for limit in (0.5, 0.25, 0.1)}
     expect(len(chosen) == 3, "one model for three limits")
