@@ -818,7 +818,7 @@ def _() -> None:
     from maestro_lod import decompose
 
     def calls(count: int) -> int:
-        made, model = 0, nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])
+        made, model = 0, nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)])
 
         def noted(*_: Any) -> None:
             nonlocal made
@@ -826,7 +826,7 @@ def _() -> None:
 
         sys.setprofile(noted)
         try:
-            decompose(model)
+            decompose(model, ranks=1)
         finally:
             sys.setprofile(None)
         return made
