@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -468,9 +469,9 @@ class WithLabels(nn.Module):
         super().__init__()
         self.fc = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor) -> SimpleNamespace:
         scores = self.fc(x)
-        return {"loss": F.cross_entropy(scores, labels), "logits": scores}
+        return SimpleNamespace(loss=F.cross_entropy(scores, labels), logits=scores)
 
 
 @foreign(
