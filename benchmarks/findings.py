@@ -434,7 +434,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="titles or parts of them; others stay recorded")
     parser.add_argument("--probes", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.probes:
+    if options.probes is not None:
         try_all(options.probes)
         return
     from interleaved import RESULTS, commit, keep

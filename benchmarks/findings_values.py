@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -249,7 +250,7 @@ def _() -> None:
 )
 def _() -> None:
     homes = ("model.frontier", "deploy.points")
-    frontier, point, reference = (of(name, *homes) for name in ("Frontier", "Point", "Reference"))
+    frontier, point = of("Frontier", *homes), of("Point", *homes)
     points = [
         point({"a": rank}, loss, accuracy, params=params, macs=None, bytes=40)
         for rank, loss, accuracy, params in (
@@ -258,7 +259,7 @@ def _() -> None:
             (1, 0.29, 0.9705, 5),
         )
     ]
-    dense = reference(params=100, macs=None, bytes=400, loss=0.1, accuracy=0.97)
+    dense = point({}, 0.1, 0.97, params=100, macs=None, bytes=400)
     found = frontier(tuple(points), dense, "greedy", "params")
     chosen = {found.pick(max_params=limit)["a"] for limit in (0.5, 0.25, 0.1)}
     expect(len(chosen) == 3, "one model for three limits")
@@ -468,9 +469,9 @@ class WithLabels(nn.Module):
         super().__init__()
         self.fc = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor) -> SimpleNamespace:
         scores = self.fc(x)
-        return {"loss": F.cross_entropy(scores, labels), "logits": scores}
+        return SimpleNamespace(loss=F.cross_entropy(scores, labels), logits=scores)
 
 
 @foreign(
@@ -818,7 +819,7 @@ def _() -> None:
     from maestro_lod import decompose
 
     def calls(count: int) -> int:
-        made, model = 0, nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])
+        made, model = 0, nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)])
 
         def noted(*_: Any) -> None:
             nonlocal made
@@ -826,11 +827,11 @@ def _() -> None:
 
         sys.setprofile(noted)
         try:
-            decompose(model)
+            decompose(model, ranks=1)
         finally:
             sys.setprofile(None)
         return made
 
-    few, some, many = map(calls, (40, 80, 160))
+    few, some, many = map(calls, (200, 400, 800))
     growth = (many - some) / (some - few)
-    expect(growth < 2.2, f"80 more layers cost {growth:.1f} times what 40 more do")
+    expect(growth < 2.2, f"400 more layers cost {growth:.1f} times what 200 more do")

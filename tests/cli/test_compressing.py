@@ -12,7 +12,7 @@ import maestro_lod as lod
 from maestro_lod.cli.main import main
 from maestro_lod.integrations.huggingface import from_pretrained
 from maestro_lod.model.checkpoint import load
-from tests.support.directories import write_llama, write_texts
+from tests.support.directories import write_bert, write_llama, write_texts
 
 CODE = """
 import torch
@@ -138,7 +138,7 @@ def test_the_quality_before_and_after_and_the_way_out_are_printed(llama, own, te
     assert lod_command("compress", llama, *data, "--max-params", "0.9", "--out", "most") == 0
     shown = capsys.readouterr().out
     before, after = map(float, re.findall(r"perplexity (\S+) before, (\S+) after", shown)[0])
-    assert 1 < before < after < 1.05 * before
+    assert 1 < before == pytest.approx(after, rel=0.05)
     assert "noticeably worse" not in shown
     assert lod_command("compress", "mine.yaml", "--max-params", "0.3", "--out", "few") == 0
     assert re.search(
@@ -153,16 +153,17 @@ def test_the_quality_before_and_after_and_the_way_out_are_printed(llama, own, te
 
 
 def test_distillation_reports_one_size_before_and_after_and_keeps_the_better(
-    llama, texts, tmp_path, capsys
+    texts, tmp_path, capsys
 ):
+    bert = write_bert(tmp_path / "bert")
     texts["txt"].write_text("the cat sat on a mat and a dog ran far away\n" * 300)
     data, small = ["--data", texts["txt"], "--batches", "3", "--quiet"], tmp_path / "small"
-    limit = ["--max-params", "0.8", "--share-tied"]
-    assert lod_command("compress", llama, *data, *limit, "--out", small) == 0
+    limit = ["--max-params", "0.6", "--no-correction"]
+    assert lod_command("compress", bert, *data, *limit, "--out", small) == 0
     model = from_pretrained(small)
-    given = ["distill", small, "--teacher", llama, *data, "--steps", "20", "--out"]
+    given = ["distill", small, "--teacher", bert, *data, "--steps", "60", "--out"]
     found = []
-    for name, lr in (("better", 1e-3), ("worse", 3.0)):
+    for name, lr in (("better", 1e-3), ("worse", 0.3)):
         capsys.readouterr()
         assert lod_command(*given, tmp_path / name, "--lr", lr) == 0
         shown = capsys.readouterr().out
@@ -172,18 +173,18 @@ def test_distillation_reports_one_size_before_and_after_and_keeps_the_better(
     assert first == again and better < first < worse
     kept, distilled = (from_pretrained(tmp_path / name) for name in ("worse", "better"))
     ids = torch.tensor([[2, 3, 4]])
-    assert torch.equal(kept(input_ids=ids).logits, model(input_ids=ids).logits)
-    assert not torch.equal(distilled(input_ids=ids).logits, model(input_ids=ids).logits)
+    outputs = [each(input_ids=ids).last_hidden_state for each in (model, kept, distilled)]
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize("kind", ["graph", "on_meta"])
-def test_models_that_cannot_be_compressed_are_one_line(own, kind, capsys):
+@pytest.mark.parametrize(("kind", "code"), [("graph", 0), ("on_meta", 2)])
+def test_graphs_are_compressed_and_models_without_values_are_one_line(own, kind, code, capsys):
     module = next(own.glob("own_*.py")).stem
     Path("mine.yaml").write_text(f"model: {module}:{kind}\ndata: {module}:data\nepochs: 1\n")
-    assert lod_command("compress", "mine.yaml", "--max-params", "0.5", "--out", "out") in (1, 2)
+    assert lod_command("compress", "mine.yaml", "--max-params", "0.5", "--out", "out") == code
     told = capsys.readouterr().err
     assert "fault of lod" not in told and "Traceback" not in told
-    assert not Path("out").exists()
+    assert Path("out").exists() == (code == 0)
 
 
 def test_a_failed_export_leaves_no_directory_and_no_lost_work(own, tmp_path, monkeypatch):

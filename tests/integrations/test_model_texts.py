@@ -257,6 +257,11 @@ def test_files_that_hold_no_texts_are_refused(llama, tmp_path):
     pq.write_table(pa.table({"words": ["a"]}), tmp_path / "x.parquet")
     with pytest.raises(DataError, match="no column 'text'; its columns: words"):
         list(read_texts(tmp_path / "x.parquet"))
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1")
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
+    for name in ("damaged.parquet", "numbers.parquet"):
+        with pytest.raises(DataError, match=rf"{name} cannot be read as texts"):
+            list(read_texts(tmp_path / name))
     (tmp_path / "short.txt").write_text("the cat")
     with pytest.raises(DataError, match="fewer than one window"):
         text_batches(tmp_path / "short.txt", llama)
@@ -267,6 +272,14 @@ def test_a_directory_without_tokenizer_says_what_to_do(llama, texts):
         file.unlink()
     with pytest.raises(DataError, match="module:function"):
         text_batches(texts["txt"], llama)
+
+
+@pytest.mark.parametrize("content", ["[1]", "3", '{"tokenizer_class": []}', "[" * 100_000])
+def test_a_tokenizer_config_that_nobody_writes_is_one_line(bert, texts, content):
+    (bert / "tokenizer_config.json").write_text(content)
+    with pytest.raises(DataError, match="no tokenizer that can be read") as refused:
+        text_batches(texts["txt"], bert)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_table_without_its_reader_names_the_extra_that_brings_it(

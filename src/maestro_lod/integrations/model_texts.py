@@ -113,7 +113,7 @@ def _tokenizer(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+    except Exception as error:  # of another library, for content of other people
         raise DataError(
             f"{directory} has no tokenizer that can be read ({first_line(error)}). Give the data "
             "as module:function, which returns batches of token ids."
@@ -208,10 +208,15 @@ def _columns(file: Path) -> Iterator[str]:
         parquet: Any = importlib.import_module("pyarrow.parquet")  # comes with datasets
     except ImportError:
         raise DataError(f"{file} needs pyarrow: {install_command('data')}.") from None
-    with parquet.ParquetFile(file) as table:
-        if "text" not in table.schema_arrow.names:
-            names = listed(table.schema_arrow.names)
-            raise DataError(f"{file} has no column 'text'; its columns: {names}.")
-        for part in table.iter_batches(columns=["text"]):
-            for text in part.column(0).to_pylist():
-                yield from _pieces(StringIO(text or "").read)
+    try:
+        with parquet.ParquetFile(file) as table:
+            if "text" not in table.schema_arrow.names:
+                names = listed(table.schema_arrow.names)
+                raise DataError(f"{file} has no column 'text'; its columns: {names}.")
+            for part in table.iter_batches(columns=["text"]):
+                for text in part.column(0).to_pylist():
+                    yield from _pieces(StringIO(text or "").read)
+    except DataError:
+        raise
+    except (OSError, ValueError, TypeError) as error:  # damaged, or numbers in place of text
+        raise DataError(f"{file} cannot be read as texts ({first_line(error)}).") from error

@@ -175,6 +175,10 @@ def _opened(
     recipe = load_recipe(source, [])
     own = data_of(recipe)
     model, scores = dense_model_of(recipe, own).eval(), recipe.loss.name == "cross_entropy"
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        raise OptionError(
+            f"the model of {source} is on the meta device, without values. Build it with weights."
+        )
     if data is None and own.validation is not None:
         quality = Quality(model, own.validation, to_evaluate(loss_of(recipe)))
         return model, list(itertools.islice(own.train, count)), quality, scores
