@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from maestro_lod.errors import MaestroError, OptionError
 from maestro_lod.installing import install
+from maestro_lod.integrations.registration import register_with_transformers
 from maestro_lod.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ def __getattr__(name: str) -> Any:
         raise OptionError(f"tune needs Optuna: {install('tune')}.") from error
     found = globals()[name] = getattr(module, name)
     return found
+
+
+register_with_transformers()
 
 
 def __dir__() -> list[str]:

@@ -29,6 +29,7 @@ from maestro_lod.files.tensor_file import (
     opened_file,
     write_tensors,
 )
+from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import (
     Ranks,
     low_rank_layers,
@@ -63,14 +64,7 @@ def save(
     sharded over processes is saved by all of them at once: the first one writes.
     """
     model = unwrapped(model)
-    layers = require_low_rank(model)
-    if unordered := [name for name, layer in layers.items() if layer.identity is not None]:
-        raise CheckpointError(
-            f"{listed(unordered)} are still trained as dense weights: their ranks have no order "
-            "that a file of every size could hold. Train until the first part of the run is "
-            "over, or land on the budget now (LoD.land); a checkpoint to go on from is "
-            "model.state_dict() with LoD's own."
-        )
+    layers = require_ordered(model)
     tensors, aliases = distinct(model.state_dict())
     for name in layers:
         if (key := f"{name}.u".lstrip(".")) in tensors:
@@ -83,6 +77,19 @@ def save(
         write()
     else:
         write_by_the_first(tensors, in_written_order(tensors), write, Path(path), group)
+
+
+def require_ordered(model: nn.Module) -> dict[str, LowRank]:
+    """Return the low-rank layers of a model, or refuse a model whose ranks have no order yet."""
+    layers = require_low_rank(model)
+    if unordered := [name for name, layer in layers.items() if layer.identity is not None]:
+        raise CheckpointError(
+            f"{listed(unordered)} are still trained as dense weights: their ranks have no order "
+            "that a file of every size could hold. Train until the first part of the run is "
+            "over, or land on the budget now (LoD.land); a checkpoint to go on from is "
+            "model.state_dict() with LoD's own."
+        )
+    return layers
 
 
 def save_plain(model: nn.Module, path: Path) -> None:
