@@ -71,7 +71,7 @@ def test_a_directory_becomes_one_that_loads_then_heals(llama, texts, tmp_path, c
     shown, beside = capsys.readouterr()
     assert "%|" not in beside  # transformers' bars, in a pipe
     model = from_pretrained(small)
-    weights = small / "lod.safetensors"
+    weights = small / "model.safetensors"
     header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
     assert f"{model.num_parameters():,} of" in shown
     assert f"{weights.stat().st_size - header:,} of" in shown
@@ -88,7 +88,7 @@ def test_own_batches_and_no_correction(llama, own, tmp_path):
     limits = ["--max-params", "0.95", "--fast", "--quiet"]
     data = ["--data", f"{module}:ids"]
     assert lod_command("compress", llama, *data, *limits, "--out", tmp_path / "out") == 0
-    assert (tmp_path / "out" / "lod.safetensors").is_file()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 WRITING = "maestro_lod.integrations.huggingface.save_pretrained"

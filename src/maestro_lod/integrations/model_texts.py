@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from maestro_lod.errors import CheckpointError, DataError, listed
@@ -29,6 +30,7 @@ from maestro_lod.integrations.model_directory import (
     read_generation_config,
     read_weights,
 )
+from maestro_lod.integrations.quantizer import METHOD
 
 _TEXTS = (".txt", ".jsonl", ".parquet")
 _PIECE = 2**16  # characters
@@ -42,6 +44,7 @@ def open_model(directory: Path, *, dtype: torch.dtype | None = None) -> PreTrain
     given.
     """
     config = read_config(directory)
+    _require_original(config, directory)
     kind: Any = architecture_of(config, directory)
     weights = read_weights(directory)
     try:
@@ -56,6 +59,16 @@ def open_model(directory: Path, *, dtype: torch.dtype | None = None) -> PreTrain
     model: PreTrainedModel = loaded.eval()
     read_generation_config(model, directory)
     return model
+
+
+def _require_original(config: Any, directory: Path) -> None:
+    """Refuse a directory that holds a compressed model."""
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
+        raise CheckpointError(
+            f"{directory} holds a compressed model. Give the original, or read it with "
+            "maestro_lod.integrations.huggingface.from_pretrained."
+        )
 
 
 def _require_all_tensors(found: dict[str, Any], directory: Path, kind: str) -> None:
@@ -96,7 +109,7 @@ def text_batches(
     kind = architecture_of(read_config(directory), directory)
     tokenizer: Any = _tokenizer(directory)
     texts = read_texts(file)
-    if "CausalLM" in kind.__name__:
+    if continues_text(kind):
         return _windows(tokenizer, texts, file, length, batch, most)
     chosen = sorted((text for _, text in zip(range(batch * most), texts, strict=False)), key=len)
     return [
@@ -106,6 +119,40 @@ def text_batches(
         )
         for i in range(0, len(chosen), batch)
     ]  # fmt: skip
+
+
+def continues_text(kind: type) -> bool:
+    """Return whether models of a class predict the next token, as those of GPT-2 do."""
+    return "CausalLM" in kind.__name__ or "LMHead" in kind.__name__
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, batches: Iterable[Any]) -> float | None:
+    """Return the perplexity of a model that continues text, None for any other.
+
+    Args:
+        model: A model of transformers.
+        batches: Mappings with `input_ids`; tokens that an `attention_mask` hides do not count.
+
+    Returns:
+        The exponential of the mean loss per token; None also for batches of another kind.
+    """
+    batches = list(batches)
+    known = all(isinstance(batch, Mapping) and "input_ids" in batch for batch in batches)
+    if not continues_text(type(model)) or not known:
+        return None
+    total, count = 0.0, 0
+    for batch in batches:
+        ids = batch["input_ids"]
+        targets = ids[:, 1:]
+        if "attention_mask" in batch:
+            targets = targets.masked_fill(batch["attention_mask"][:, 1:] == 0, -100)
+        scores = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+        losses = nn.functional.cross_entropy(
+            scores[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="sum"
+        )
+        total, count = total + losses.item(), count + int((targets != -100).sum())
+    return math.exp(min(total / max(count, 1), 700.0))
 
 
 def _tokenizer(directory: Path) -> Any:

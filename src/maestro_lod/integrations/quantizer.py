@@ -15,7 +15,7 @@ import importlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # transformers imports this module before it has these
 METHOD = "maestro_lod"
 """The quantization method that config.json names."""
 _VERSION = 1
+_FORMS = get_args(get_type_hints(Form)["kind"])
 _LAYER = {"form": str, "rank?": int, "factors_of?": str, "dense_only?": bool}
 
 
@@ -82,6 +83,8 @@ class LowRankConfig(QuantizationConfigMixin):
         try:
             require_shape(self.layers, {str: _LAYER})
             for name, layer in self.layers.items():
+                if layer["form"] not in _FORMS:
+                    raise ValueError(f"{name}.form is {layer['form']!r}")
                 if layer.get("rank", 0) < 0:
                     raise ValueError(f"{name}.rank is {layer['rank']}")
         except ValueError as error:

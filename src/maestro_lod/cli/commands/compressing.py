@@ -27,8 +27,10 @@ from maestro_lod.deploy.export import export
 from maestro_lod.errors import DataError, OptionError, listed, nearest
 from maestro_lod.files.stage_cache import Kept
 from maestro_lod.installing import install
-from maestro_lod.model.checkpoint import save
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.model.checkpoint import save, save_plain
 from maestro_lod.model.inputs import Call, as_call, split_batch
+from maestro_lod.model.surgery import fuse
 from maestro_lod.model.survey import Tied
 from maestro_lod.pretrained.compression import Progress as Report
 from maestro_lod.pretrained.compression import compress as compressed
@@ -36,7 +38,7 @@ from maestro_lod.pretrained.distillation import heal as healed
 from maestro_lod.progress import Telling, progress_shown
 from maestro_lod.sizes.outputs import own_outputs, own_scores, scores_loss
 
-_FORMATS = ("safetensors", "onnx")
+_FORMATS = ("safetensors", "dense", "onnx")
 
 Source = Annotated[
     str, typer.Argument(metavar="PATH|RECIPE", help="A transformers directory, or a recipe.")
@@ -49,7 +51,10 @@ OwnData = Annotated[
         "[dim]\\[default: the recipe's data][/dim]",
     ),
 ]
-Formats = Annotated[list[str] | None, typer.Option(help="safetensors, onnx; may be repeated.")]
+Formats = Annotated[
+    list[str] | None,
+    typer.Option(help="safetensors, dense (merged weights), onnx; may be repeated."),
+]
 Count = Annotated[int, typer.Option(min=1, help="Batches to calibrate on.")]
 NewDirectory = Annotated[Path, typer.Option(help="A new directory for the files.")]
 Int8 = Annotated[
@@ -77,9 +82,11 @@ def compress(
 ) -> None:
     """Cut a pretrained model to a limit, by data and without training.
 
-    Writes the model with all smaller sizes in it (for maestro_lod's from_pretrained, or load), and
-    with --to onnx a file that needs no library. What is finished is kept beside the directory until
-    all is written: after a kill, the same command goes on.
+    Of a transformers directory it writes a complete one, with tokenizer and model card: the model
+    with all smaller sizes in it, which transformers loads after import maestro_lod; with --to dense
+    instead merged weights of the original's size, which load everywhere. With --to onnx also a file
+    that needs no library. What is finished is kept beside the directory until all is written: after
+    a kill, the same command goes on.
 
     Examples:
 
@@ -91,6 +98,8 @@ def compress(
     limit = amount_of(max_params, "--max-params")
     with unfinished(out) as work:
         model, inputs, scores = _opened(source, data, batches)
+        directory = Path(source) if Path(source).is_dir() else None
+        before = _quality(model, inputs) if directory else {}
         tied: Tied = "share" if share_tied else "keep"
         with _bars(quiet) as report:
             done = compressed(
@@ -98,7 +107,20 @@ def compress(
                 loss=own_scores if scores else own_outputs,
                 soft_loss=scores_loss if scores else None, keep=work.parts, progress=report,
             )  # fmt: skip
-        work.write(lambda place: _write(model, place, formats, inputs, int8))
+        quality = {what: (value, _quality(model, inputs)[what]) for what, value in before.items()}
+        measured_on = f"{len(inputs)} batches of {data}, which the compression was calibrated on"
+
+        def write(place: Path) -> None:
+            _write(model, place, formats, inputs, int8)
+            if directory:
+                complete = _extra("maestro_lod.integrations.directory_files").complete_directory
+                left_out = complete(place, directory, quality=quality, data=measured_on)
+                for name, reason in left_out.items():
+                    say(f"not copied: {name} ({reason})")
+
+        work.write(write)
+    for what, (value, now) in quality.items():
+        say(f"{what}: {value:.4g} before, {now:.4g} after ({measured_on})")
     say(f"{done}\nwritten to {out}")
 
 
@@ -132,7 +154,12 @@ def heal(
                 sizes="only" if only else "below", checkpoint=kept.file("healing"),
                 progress=lambda done, _: report("healing", done, steps),
             )  # fmt: skip
-        work.write(lambda place: saved.save_pretrained(model, place))
+
+        def write(place: Path) -> None:
+            saved.save_pretrained(model, place)
+            _extra("maestro_lod.integrations.directory_files").complete_directory(place, teacher)
+
+        work.write(write)
     tenth = max(1, steps // 10)
     first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
     say(f"distance to the original: {first:.4g} at first, {last:.4g} at last\nwritten to {out}")
@@ -142,6 +169,8 @@ def _require_formats(to: list[str] | None, int8: bool) -> list[str]:
     formats = [*dict.fromkeys(to or ["safetensors"])]
     if unknown := [name for name in formats if name not in _FORMATS]:
         raise OptionError(f"--to {listed(unknown)} is not known. Choose from {listed(_FORMATS)}.")
+    if {"dense", "safetensors"} <= set(formats):
+        raise OptionError("--to dense and --to safetensors write the same file. Give one of them.")
     if int8 and "onnx" not in formats:
         raise OptionError("--int8 is for ONNX files: give --to onnx too.")
     return formats
@@ -201,17 +230,30 @@ def _extra(module: str) -> Any:
         ) from None
 
 
+def _quality(model: nn.Module, inputs: list[Any]) -> dict[str, float]:
+    """Measure a language model on batches of token ids; nothing of other models."""
+    perplexity = _extra("maestro_lod.integrations.model_texts").perplexity(model, inputs)
+    return {} if perplexity is None else {"perplexity": perplexity}
+
+
 def _write(model: nn.Module, out: Path, formats: list[str], inputs: list[Any], int8: bool) -> None:
-    if hasattr(model, "config") and hasattr(model, "save_pretrained"):
-        _extra("maestro_lod.integrations.huggingface").save_pretrained(model, out)
-    else:
-        save(model, out / "model.safetensors")
     if "onnx" in formats:
         first = split_batch(inputs[0])[0]
         call: Call = as_call(tuple(first) if isinstance(first, list) else first)
         export(model, out / "model.onnx", example=call)
         if int8:
             export(model, out / "model.int8.onnx", example=call, quantize="int8")
+    of_transformers = hasattr(model, "config") and hasattr(model, "save_pretrained")
+    if "dense" not in formats and of_transformers:
+        _extra("maestro_lod.integrations.huggingface").save_pretrained(model, out)
+    elif "dense" not in formats:
+        save(model, out / "model.safetensors")
+    else:
+        dense: Any = fuse(model, by=dict.fromkeys(low_rank_layers(model), "dense"))
+        if of_transformers:
+            dense.save_pretrained(out)
+        else:
+            save_plain(dense, out / "model.safetensors")
 
 
 @contextmanager
