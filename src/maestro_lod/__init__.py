@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from maestro_lod.cli.tuning.search import tune as tune
     from maestro_lod.deploy.deployment import deploy_size
     from maestro_lod.deploy.export import export
+    from maestro_lod.integrations.huggingface import from_pretrained as from_pretrained
+    from maestro_lod.integrations.huggingface import save_pretrained as save_pretrained
     from maestro_lod.layers.ranks import at_ranks, ranks, set_ranks
     from maestro_lod.model.checkpoint import load, save
     from maestro_lod.model.cost import summary
@@ -60,6 +62,7 @@ _HOMES = {
     "cli.tuning.search": ("tune",),  # which needs an extra, so that it is none of `__all__`
     "deploy.deployment": ("deploy_size",),
     "deploy.export": ("export",),
+    "integrations.huggingface": ("from_pretrained", "save_pretrained"),  # an extra too
     "layers.ranks": ("at_ranks", "ranks", "set_ranks"),
     "model.checkpoint": ("load", "save"),
     "model.cost": ("summary",),
