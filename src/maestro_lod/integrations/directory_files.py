@@ -32,7 +32,7 @@ _PICKLED = (".pkl", ".pickle", ".joblib", ".npy", ".npz", ".dill")
 _PICKLE_STARTS = (*(b"\x80" + bytes([protocol]) for protocol in range(2, 6)), b"PK\x03\x04")
 _CODE = (".py", ".pyc", ".ipynb", ".sh", ".bat", ".so", ".dll", ".dylib", ".exe", ".js")
 _FOLDERS = "modules.json"  # of sentence-transformers
-_KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag")
+_KEPT = ("license", "license_name", "license_link", "language", "library_name", "pipeline_tag")
 """What the card takes over from the card of the source."""
 _LARGEST_CARD = 2**20
 
@@ -123,9 +123,9 @@ def write_model_card(
     """
     taken = {key: value for key, value in _front_matter(source).items() if key in _KEPT}
     front = {
+        "library_name": "transformers",
         **taken,
         "base_model": source.resolve().name,
-        "library_name": "transformers",
         "tags": ["maestro-lod", "low-rank"],
     }
     yaml = importlib.import_module("yaml")  # transformers needs it too

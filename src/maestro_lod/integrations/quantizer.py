@@ -66,7 +66,7 @@ class LowRankConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        layers: Mapping[str, Mapping[str, Any]] | None = None,
+        layers: dict[str, Any] | None = None,
         by_rank: bool = False,
         version: int = _VERSION,
         **others: Any,
@@ -79,7 +79,7 @@ class LowRankConfig(QuantizationConfigMixin):
             )
         self.version = version
         self.by_rank = bool(by_rank)
-        self.layers = dict(layers or {})
+        self.layers: dict[str, Any] = {} if layers is None else layers
         try:
             require_shape(self.layers, {str: _LAYER})
             for name, layer in self.layers.items():
