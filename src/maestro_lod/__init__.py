@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from maestro_lod.errors import MaestroError, OptionError
+from maestro_lod.integrations.registration import register_with_transformers
 from maestro_lod.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -186,6 +187,9 @@ if not TYPE_CHECKING:  # which would let any name pass
             raise OptionError(f"lod.{name} needs the package {error.name}: {command}.") from error
         value = globals()[name] = getattr(module, name)
         return value
+
+
+register_with_transformers()
 
 
 def __dir__() -> list[str]:

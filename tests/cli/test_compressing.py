@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import maestro_lod as lod
 from maestro_lod.cli.main import main
 from maestro_lod.integrations.huggingface import from_pretrained
+from maestro_lod.integrations.model_texts import open_model
 from maestro_lod.model.checkpoint import load
 from tests.support.directories import write_bert, write_llama, write_texts
 
+BOTH = ["--to", "dense", "--to", "safetensors"]
 CODE = """
 import torch
 from torch import nn
@@ -81,7 +84,7 @@ def test_a_directory_becomes_one_that_loads_then_is_distilled(llama, texts, tmp_
     shown, beside = capsys.readouterr()
     assert "%|" not in beside  # transformers' bars, in a pipe
     model = from_pretrained(small)
-    weights = small / "lod.safetensors"
+    weights = small / "model.safetensors"
     header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
     assert f"{model.num_parameters():,} of" in shown
     assert f"{weights.stat().st_size - header:,} of" in shown
@@ -98,7 +101,32 @@ def test_own_batches_and_no_correction(llama, own, tmp_path):
     limits = ["--max-params", "0.95", "--no-correction", "--quiet"]
     data = ["--data", f"{module}:ids"]
     assert lod_command("compress", llama, *data, *limits, "--out", tmp_path / "out") == 0
-    assert (tmp_path / "out" / "lod.safetensors").is_file()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_directory_is_complete_and_merged_weights_load_everywhere(llama, texts, tmp_path, capsys):
+    texts["txt"].write_text("the cat sat on a mat and a dog ran far away\n" * 200)
+    (llama / "own.py").touch()
+    arguments = ["compress", llama, "--data", texts["txt"], "--max-params", "0.9", "--quiet"]
+    shown = {}
+    for name, formats in (("small", []), ("dense", ["--to", "dense"])):
+        assert lod_command(*arguments, "--out", tmp_path / name, *formats) == 0
+        shown[name] = capsys.readouterr().out
+        assert "not copied: own.py (code)" in shown[name]
+    ids = torch.arange(16).view(2, 8)
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    dense = open_model(tmp_path / "dense")
+    assert lod.ranks(small) and not lod.ranks(dense)
+    torch.testing.assert_close(small(ids).logits, dense(ids).logits, rtol=0, atol=1e-5)
+    text = "the cat sat on a mat"
+    expected = AutoTokenizer.from_pretrained(llama)(text)["input_ids"]
+    for name in ("small", "dense"):
+        found = AutoTokenizer.from_pretrained(tmp_path / name)(text)["input_ids"]
+        assert found == expected
+        card = (tmp_path / name / "README.md").read_text()
+        printed = re.search(r"perplexity (\S+) before, (\S+) after", shown[name])
+        assert printed and "| perplexity | {} | {} |".format(*printed.groups()) in card
+        assert f"Quality was measured on held-out batches of {texts['txt']}." in card
 
 
 WRITING = "maestro_lod.integrations.huggingface.save_pretrained"
@@ -223,6 +251,7 @@ def test_mistakes_are_one_line_and_exit_code_two_or_one(llama, own, texts, tmp_p
         ((llama, *data, "--max-params", "half", *out), 2, "is not a size"),
         ((llama, *data, *limit, "--to", "gguf", *out), 2, "--to gguf is not known"),
         ((llama, *data, *limit, "--int8", *out), 2, "--int8 is for ONNX files"),
+        ((llama, *data, *limit, *BOTH, *out), 2, "write the same file"),
         ((llama, *data, *limit, "--out", tmp_path / "taken"), 2, "exists already"),
         ((tmp_path / "taken", *data, *limit, *out), 1, "has no config.json"),
         ((llama, "--data", f"{module}:nothing", *limit, *out), 2, "has no batch"),

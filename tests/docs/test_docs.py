@@ -61,7 +61,8 @@ def given_to(page: str, block: str) -> dict[str, Any]:
         return {"network": network, "rounds": 2, "clients": [Client(), Client()]}
     if page == "huggingface":
         ids = torch.arange(16).view(2, 8)
-        write_llama(Path("gpt2"))
+        llama = AutoModelForCausalLM.from_pretrained(write_llama(Path("gpt2")))
+        save_pretrained(lod.decompose(llama, ranks=0.5), "small")
         return {"loader": [{"input_ids": ids, "labels": ids}] * 2}
     if page == "pretrained":
         llama = AutoModelForCausalLM.from_pretrained(write_llama(Path("llama")))

@@ -522,7 +522,8 @@ def test_a_directory_gives_back_the_model(name: str, tmp_path: Path) -> None:
     assert distance(run(model, inputs), run(loaded, inputs)) == 0.0
     if ZOO[name].generates:
         assert loaded.generation_config.to_dict() == model.generation_config.to_dict()
-    files = {"config.json", "lod.safetensors"}
+    files = {"config.json", "model.safetensors"}
+    files |= {"modeling_maestro_lod.py"} if name != "mixtral" else set()
     files |= {"generation_config.json"} if ZOO[name].generates else set()
     assert {path.name for path in (tmp_path / "new" / "directory").iterdir()} == files
 
@@ -534,23 +535,6 @@ def test_a_smaller_model_is_read_from_the_same_directory(tmp_path: Path) -> None
     assert set(lod.ranks(small).values()) == {3}
     with lod.at_ranks(model, 3):
         assert distance(run(model, inputs), run(small, inputs)) < 1e-5
-
-
-def test_the_stock_loader_refuses_the_directory(tmp_path: Path) -> None:
-    model, inputs = lod.decompose(ZOO["gpt2"]()), text()
-    huggingface.save_pretrained(model, tmp_path)
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        hf.GPT2LMHeadModel.from_pretrained(tmp_path)
-    ours = huggingface.from_pretrained(tmp_path)
-    assert distance(run(model, inputs), run(ours, inputs)) == 0.0
-
-
-def test_the_stock_loader_would_give_other_weights_under_the_stock_name(tmp_path: Path) -> None:
-    model, inputs = lod.decompose(ZOO["gpt2"]()), text()
-    huggingface.save_pretrained(model, tmp_path)
-    (tmp_path / "lod.safetensors").rename(tmp_path / "model.safetensors")
-    stock = hf.GPT2LMHeadModel.from_pretrained(tmp_path)
-    assert distance(run(model, inputs), run(stock, inputs)) > 0.1
 
 
 def test_bfloat16_is_kept_unless_another_dtype_is_wanted(tmp_path: Path) -> None:
@@ -583,7 +567,7 @@ def test_a_refused_save_leaves_the_earlier_one(
     def full_disk(*_: Any) -> None:
         raise CheckpointError("the disk is full.")
 
-    monkeypatch.setattr(huggingface, "save", full_disk)
+    monkeypatch.setattr(huggingface, "write_tensors", full_disk)
     model.config.vocab_size = 7
     with pytest.raises(CheckpointError, match="full"):
         huggingface.save_pretrained(model, tmp_path)
@@ -626,5 +610,5 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     refused("config.json cannot be read")
     write({})
-    (tmp_path / "lod.safetensors").unlink()
-    refused("has no lod.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    refused("has no model.safetensors")

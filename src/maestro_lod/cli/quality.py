@@ -33,20 +33,9 @@ class Quality:
         self._outputs: list[Any] = []
         self._before = self._measured()
 
-    def report(self) -> str:
-        """Return a line with the quality before and after, and one with advice if it is worse."""
-        after = self._measured()
-        values = [
-            f"{name} {self._before[name]:.4g} before, {after[name]:.4g} after" for name in after
-        ]
-        line = f"on held-out batches: {'; '.join(values)}"
-        judge = next(name for name in _JUDGES if name in after)
-        if not _is_worse(judge, self._before[judge], after[judge]):
-            return line
-        return (
-            f"{line}\nthis is noticeably worse than the original: give more "
-            "--distill-steps, or a larger --max-params."
-        )
+    def compare(self) -> dict[str, tuple[float, float]]:
+        """Measure again and return the values before and now, by the name of the measure."""
+        return {name: (self._before[name], value) for name, value in self._measured().items()}
 
     @torch.no_grad()
     def _measured(self) -> dict[str, float]:
@@ -62,6 +51,22 @@ class Quality:
         self._outputs = self._outputs or outputs
         found = [float(values_loss(*pair)) for pair in zip(outputs, self._outputs, strict=True)]
         return {_DISTANCE: sum(found) / len(found)}
+
+
+def quality_report(measured: Mapping[str, tuple[float, float]]) -> str:
+    """Return a line with the quality before and after, and one with advice if it is worse."""
+    values = [
+        f"{name} {before:.4g} before, {after:.4g} after"
+        for name, (before, after) in measured.items()
+    ]
+    line = f"on held-out batches: {'; '.join(values)}"
+    judge = next(name for name in _JUDGES if name in measured)
+    if not _is_worse(judge, *measured[judge]):
+        return line
+    return (
+        f"{line}\nthis is noticeably worse than the original: give more --distill-steps, or a "
+        "larger --max-params."
+    )
 
 
 def _next_token(model: nn.Module, call: ModelInputs) -> tuple[float, int]:

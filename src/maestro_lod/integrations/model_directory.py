@@ -20,8 +20,7 @@ from maestro_lod.files.json_files import read_json_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 LOD_WEIGHTS = "lod.safetensors"
-"""Low-rank weights. Not "model.safetensors": the stock loader would take that file and initialize
-low-rank layers randomly."""
+"""Low-rank weights of directories that version 0.1 wrote; they are still read."""
 
 _GENERATION, _ADAPTER = "generation_config.json", "adapter_config.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -75,14 +74,15 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     try:
         return {
             key: value
-            for name in _weight_files(directory)
+            for name in weight_files(directory)
             for key, value in safetensors.torch.load_file(directory / name).items()
         }
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"the weights in {directory} cannot be read ({error}).") from error
 
 
-def _weight_files(directory: Path) -> list[str]:
+def weight_files(directory: Path) -> list[str]:
+    """Return the names of the safetensors files in a directory that hold its weights."""
     if (directory / WEIGHTS).is_file():
         return [WEIGHTS]
     index = read_json_file(directory / INDEX, {"weight_map": {str: str}})

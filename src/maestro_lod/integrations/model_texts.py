@@ -28,6 +28,7 @@ from maestro_lod.integrations.model_directory import (
     read_generation_config,
     read_weights,
 )
+from maestro_lod.integrations.quantizer import METHOD
 from maestro_lod.text import install_command
 
 _TEXTS = (".txt", ".jsonl", ".parquet")
@@ -42,6 +43,7 @@ def open_model(directory: Path, *, dtype: torch.dtype | None = None) -> PreTrain
     given.
     """
     config = read_config(directory)
+    _require_original(config, directory)
     kind: Any = architecture_of(config, directory)
     weights = read_weights(directory)
     try:
@@ -56,6 +58,16 @@ def open_model(directory: Path, *, dtype: torch.dtype | None = None) -> PreTrain
     model: PreTrainedModel = loaded.eval()
     read_generation_config(model, directory)
     return model
+
+
+def _require_original(config: Any, directory: Path) -> None:
+    """Refuse a directory that holds a compressed model."""
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
+        raise CheckpointError(
+            f"{directory} holds a compressed model. Give the original, or read it with "
+            "maestro_lod.integrations.huggingface.from_pretrained."
+        )
 
 
 def _require_all_tensors(found: dict[str, Any], directory: Path, kind: str) -> None:
@@ -96,7 +108,7 @@ def text_batches(
     kind = architecture_of(read_config(directory), directory)
     tokenizer: Any = _tokenizer(directory)
     texts = read_texts(file)
-    if "CausalLM" in kind.__name__:
+    if continues_text(kind):
         return _windows(tokenizer, texts, file, length, batch, most)
     chosen = sorted((text for _, text in zip(range(batch * most), texts, strict=False)), key=len)
     return [
@@ -108,6 +120,12 @@ def text_batches(
     ]  # fmt: skip
 
 
+def continues_text(kind: type) -> bool:
+    """Return whether models of a class predict the next token, as those of GPT-2 do."""
+    return "CausalLM" in kind.__name__ or "LMHead" in kind.__name__
+
+
+@torch.no_grad()
 def _tokenizer(directory: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(

@@ -29,6 +29,7 @@ from maestro_lod.files.tensor_file import (
     opened_file,
     write_tensors,
 )
+from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import (
     Model,
     Ranks,
@@ -76,14 +77,7 @@ def save(
         >>> lod.save(model, "model.safetensors")
     """
     model = unwrapped(model)
-    layers = require_low_rank(model)
-    if unordered := [name for name, layer in layers.items() if layer.identity_factor is not None]:
-        raise CheckpointError(
-            f"{listed(unordered)} are still trained as dense weights: their ranks have no order "
-            "that a file of every size could hold. Train until the first part of the run is "
-            "over, or land on the budget now (LoD.land); a checkpoint to go on from is "
-            "model.state_dict() with LoD's own."
-        )
+    layers = require_ordered(model)
     tensors, aliases = distinct(model.state_dict())
     for name in layers:
         if (key := f"{name}.u".lstrip(".")) in tensors:
@@ -96,6 +90,19 @@ def save(
         write()
     else:
         write_by_the_first(tensors, in_written_order(tensors), write, Path(path), group)
+
+
+def require_ordered(model: nn.Module) -> dict[str, LowRank]:
+    """Return the low-rank layers of a model, or refuse a model whose ranks have no order yet."""
+    layers = require_low_rank(model)
+    if unordered := [name for name, layer in layers.items() if layer.identity_factor is not None]:
+        raise CheckpointError(
+            f"{listed(unordered)} are still trained as dense weights: their ranks have no order "
+            "that a file of every size could hold. Train until the first part of the run is "
+            "over, or land on the budget now (LoD.land); a checkpoint to go on from is "
+            "model.state_dict() with LoD's own."
+        )
+    return layers
 
 
 def save_plain(model: nn.Module, path: Path) -> None:

@@ -50,7 +50,7 @@ def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, 
 def plain_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, str]:
     """Return the metadata of an extracted model's file, which holds one size."""
     types = {name: type(module).__name__ for name, module in with_parameters(model)}
-    ranks = {name: rank for name, m in model.named_modules() if (rank := _factored_rank(m))}
+    ranks = _factored_ranks(model)
     config = json.dumps({"layers": types, "factored": ranks, "aliases": aliases})
     return {"format": PLAIN, "version": str(_VERSION), "config": config}
 
@@ -59,6 +59,10 @@ def with_parameters(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules that hold parameters of their own, by name."""
     own = [(name, m, m._parameters.values()) for name, m in model.named_modules()]
     return [(name, m) for name, m, values in own if any(p is not None for p in values)]
+
+
+def _factored_ranks(model: nn.Module) -> dict[str, int]:
+    return {name: rank for name, m in model.named_modules() if (rank := _factored_rank(m))}
 
 
 def _factored_rank(module: nn.Module) -> int | None:
@@ -157,7 +161,19 @@ def _plain_header(
         raise CheckpointError(
             f"{type(into).__name__} is decomposed. Load {path} into the dense model."
         )
-    modules = dict(into.named_modules())
+    return CheckpointHeader(_plain_structure(types, ranks, into), dict(aliases), types)
+
+
+def structure_of_plain(model: nn.Module, dense: nn.Module) -> Structure:
+    """Return how an extracted model differs from the dense one."""
+    types = {name: type(module).__name__ for name, module in with_parameters(model)}
+    return _plain_structure(types, _factored_ranks(model), dense)
+
+
+def _plain_structure(
+    types: Mapping[str, str], ranks: Mapping[str, int], dense: nn.Module
+) -> Structure:
+    modules = dict(dense.named_modules())
     structure: Structure = {}
     for name, rank in ranks.items():
         above = name.rpartition(".")[0]
@@ -170,4 +186,4 @@ def _plain_header(
         if kind is not None and there != type(module).__name__:
             plain = uninitialized(name, module, 1).plain("dense")
             structure |= {name: Form("dense")} if type(plain).__name__ == there else {}
-    return CheckpointHeader(structure, dict(aliases), types)
+    return structure

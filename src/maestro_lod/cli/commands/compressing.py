@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from maestro_lod.cli.commands import options
-from maestro_lod.cli.quality import Quality
+from maestro_lod.cli.quality import Quality, quality_report
 from maestro_lod.cli.recipe import load_recipe
 from maestro_lod.cli.recipe_files import recipe_names
 from maestro_lod.cli.setup import data_of, dense_model_of, loss_of
@@ -25,8 +25,10 @@ from maestro_lod.cli.unfinished import unfinished
 from maestro_lod.cli.user_code import called, own_function, with_article
 from maestro_lod.deploy.export import export
 from maestro_lod.errors import DataError, OptionError, listed, suggest
-from maestro_lod.model.checkpoint import save
+from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.model.checkpoint import save, save_plain
 from maestro_lod.model.inputs import ModelInputs, split_batch
+from maestro_lod.model.surgery import fuse
 from maestro_lod.model.survey import Tied
 from maestro_lod.pretrained import compression, distillation
 from maestro_lod.progress import OnProgress, ProgressLine, progress_enabled
@@ -34,7 +36,7 @@ from maestro_lod.sizes.outputs import own_outputs, own_scores, scores_loss
 from maestro_lod.text import install_command, parse_size
 from maestro_lod.train.evaluate import to_evaluate
 
-_FORMATS = ("safetensors", "onnx")
+_FORMATS = ("safetensors", "dense", "onnx")
 
 Source = Annotated[
     str, typer.Argument(metavar="PATH|RECIPE", help="A transformers directory, or a recipe.")
@@ -47,7 +49,10 @@ OwnData = Annotated[
         "[dim]\\[default: the recipe's data][/dim]",
     ),
 ]
-Formats = Annotated[list[str] | None, typer.Option(help="safetensors, onnx; may be repeated.")]
+Formats = Annotated[
+    list[str] | None,
+    typer.Option(help="safetensors, dense (merged weights), onnx; may be repeated."),
+]
 Count = Annotated[int, typer.Option(min=1, help="Batches to calibrate on.")]
 NewDirectory = Annotated[Path, typer.Option(help="A new directory for the files.")]
 Int8 = Annotated[
@@ -78,9 +83,11 @@ def compress(
 ) -> None:
     """Cut a pretrained model to a limit, by data and without training.
 
-    Writes the model with all smaller sizes in it (for maestro_lod's from_pretrained, or load), and
-    with --to onnx a file that needs no library. Finished stages are kept in OUT.unfinished until
-    all is written: after a kill, the same command resumes there.
+    For a transformers directory it writes a complete one, with tokenizer and model card: the model
+    with all smaller sizes in it, which transformers loads after `import maestro_lod`. With --to
+    dense it writes merged weights of the original's size, which load everywhere; with --to onnx
+    also a file that needs no library. Finished stages are kept in OUT.unfinished until all is
+    written: after a kill, the same command resumes there.
 
     Examples:
 
@@ -92,6 +99,7 @@ def compress(
     limit = parse_size(max_params, "--max-params")
     with unfinished(out) as work:
         model, inputs, quality, scores = _opened(source, data, batches)
+        directory = Path(source) if Path(source).is_dir() else None
         tied: Tied = "share" if share_tied else "keep"
         with _bars(quiet) as report:
             done = compression.compress(
@@ -106,8 +114,20 @@ def compress(
                 resume=work.parts,
                 on_progress=report,
             )
-        work.write(lambda place: _write(model, place, formats, inputs, int8))
-    say(f"{done}\n{quality.report()}\nwritten to {out}")
+        measured = quality.compare()
+
+        def write(place: Path) -> None:
+            _write(model, place, formats, inputs, int8)
+            if directory is not None:
+                complete = _extra("maestro_lod.integrations.directory_files").complete_directory
+                left_out = complete(
+                    place, directory, quality=measured, data=f"held-out batches of {data}"
+                )
+                for name, reason in left_out.items():
+                    say(f"not copied: {name} ({reason})")
+
+        work.write(write)
+    say(f"{done}\n{quality_report(measured)}\nwritten to {out}")
 
 
 def distill(
@@ -142,7 +162,12 @@ def distill(
                 model, original, inputs, steps=steps, lr=lr, sizes="only" if only else "below",
                 resume=work.parts, on_progress=report,
             )  # fmt: skip
-        work.write(lambda place: saved.save_pretrained(model, place))
+
+        def write(place: Path) -> None:
+            saved.save_pretrained(model, place)
+            _extra("maestro_lod.integrations.directory_files").complete_directory(place, teacher)
+
+        work.write(write)
     say(f"{done}\nwritten to {out}")
 
 
@@ -150,6 +175,8 @@ def _require_formats(to: list[str] | None, int8: bool) -> list[str]:
     formats = [*dict.fromkeys(to or ["safetensors"])]
     if unknown := [name for name in formats if name not in _FORMATS]:
         raise OptionError(f"--to {listed(unknown)} is not known. Choose from {listed(_FORMATS)}.")
+    if {"dense", "safetensors"} <= set(formats):
+        raise OptionError("--to dense and --to safetensors write the same file. Give one of them.")
     if int8 and "onnx" not in formats:
         raise OptionError("--int8 is for ONNX files: give --to onnx too.")
     return formats
@@ -227,17 +254,30 @@ def _extra(module: str) -> Any:
         ) from None
 
 
+def _quality(model: nn.Module, inputs: list[Any]) -> dict[str, float]:
+    """Measure a language model on batches of token ids; nothing of other models."""
+    perplexity = _extra("maestro_lod.integrations.model_texts").perplexity(model, inputs)
+    return {} if perplexity is None else {"perplexity": perplexity}
+
+
 def _write(model: nn.Module, out: Path, formats: list[str], inputs: list[Any], int8: bool) -> None:
-    if hasattr(model, "config") and hasattr(model, "save_pretrained"):
-        _extra("maestro_lod.integrations.huggingface").save_pretrained(model, out)
-    else:
-        save(model, out / "model.safetensors")
     if "onnx" in formats:
         first = split_batch(inputs[0])[0]
         call = ModelInputs.of(first)
         export(model, out / "model.onnx", example=call)
         if int8:
             export(model, out / "model.int8.onnx", example=call, quantize="int8")
+    of_transformers = hasattr(model, "config") and hasattr(model, "save_pretrained")
+    if "dense" not in formats and of_transformers:
+        _extra("maestro_lod.integrations.huggingface").save_pretrained(model, out)
+    elif "dense" not in formats:
+        save(model, out / "model.safetensors")
+    else:
+        dense: Any = fuse(model, by=dict.fromkeys(low_rank_layers(model), "dense"))
+        if of_transformers:
+            dense.save_pretrained(out)
+        else:
+            save_plain(dense, out / "model.safetensors")
 
 
 @contextmanager
