@@ -538,12 +538,10 @@ def _() -> None:
         "environment.json": lambda: changed("environment.json", "[" * 100_000),
         "frontier.json": lambda: changed("frontier.json", '{"points": 3}'),
     }
-    for key in ("full_ranks", "weights", "summary", "ledger"):
-        for value in (-7, [[]]):
-            content = json.dumps(result | {key: value})
-            attempts[f"{key}: {value}"] = partial(
-                changed, "result.json", content, "summary", "report", "verify"
-            )
+    for content in ("[1]", "3", "null", json.dumps(result | {"full_ranks": -7})):
+        attempts[f"result.json {content[:4]}"] = partial(
+            changed, "result.json", content, "summary", "report"
+        )
     tracebacks(attempts)
 
 

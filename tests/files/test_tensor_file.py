@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,15 @@ def test_damage_is_found_by_whoever_reads_there(path: Path) -> None:
         assert len(file.read("whole", range(100, 150))) == 50
     with pytest.raises(CheckpointError, match="whole are not those"), opened_file(path) as file:
         file.read("whole", range(275, 285))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(kind: str, tmp_path: Path) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "file.safetensors"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    with pytest.raises(CheckpointError, match="not a regular file"), opened_file(path):
+        raise AssertionError

@@ -282,6 +282,14 @@ def test_a_tokenizer_config_that_nobody_writes_is_one_line(bert, texts, content)
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("count", [10**6, 10**30])
+def test_more_layers_than_any_model_has_are_refused_and_not_built(bert, count):
+    config = json.loads((bert / "config.json").read_text())
+    (bert / "config.json").write_text(json.dumps(config | {"num_hidden_layers": count}))
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers=.*at most 10,000"):
+        open_model(bert)
+
+
 def test_a_table_without_its_reader_names_the_extra_that_brings_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maestro_lod.errors import CheckpointError
-from maestro_lod.files.atomic import replacing
+from maestro_lod.files.atomic import open_regular, replacing
 from maestro_lod.files.json_files import read_json_file
 
 MANIFEST, _DIGESTS = "deploy.json", "sha256"
@@ -56,7 +56,7 @@ def matches_manifest(file: Path) -> bool:
 
 def _digest_of(file: Path) -> str:
     digest = hashlib.sha256(usedforsecurity=False)
-    with file.open("rb") as data:
+    with open_regular(file) as data:
         while piece := data.read(_PIECE):
             digest.update(piece)
     return digest.hexdigest()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO, cast
 
 from maestro_lod.errors import BusyError, CheckpointError
 
@@ -209,6 +209,15 @@ def open_to_append(path: Path) -> IO[str]:
 
 
 # -- directories of others -----------------------------------------------------------------------
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it, without a buffer; pipes and devices, which may never end, are not."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return cast("BinaryIO", os.fdopen(handle, "rb", buffering=0))
 
 
 def require_no_link_out(directory: Path) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from maestro_lod.distributed.shards import gathered, local_part
 from maestro_lod.errors import CheckpointError
-from maestro_lod.files.atomic import replacing, writing
+from maestro_lod.files.atomic import open_regular, replacing, writing
 from maestro_lod.files.digests import CRC32, SHA256, Digest, block_ends, in_pieces
 
 _DTYPE = {
@@ -138,7 +138,7 @@ def _proven(length: bytes, header: bytes) -> bytes:
 def opened_file(path: Path, *, verify: bool = True) -> Iterator[TensorFile]:
     """Open a file for reading; whatever is wrong with it is told in one line."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             yield TensorFile.of(file, path, verify)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist.") from None

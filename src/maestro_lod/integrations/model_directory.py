@@ -6,7 +6,9 @@ and files elsewhere that an index names, and fills missing tensors with random v
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import transformers
@@ -23,6 +25,8 @@ LOD_WEIGHTS = "lod.safetensors"
 """Low-rank weights of directories that version 0.1 wrote; they are still read."""
 
 _GENERATION, _ADAPTER = "generation_config.json", "adapter_config.json"
+_REPEATED, _MOST = ("layer", "depth", "experts"), 10_000
+"""What is built so often as the config says, by parts of its names, and how often at most."""
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -36,6 +40,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
             "model.merge_and_unload().save_pretrained(…)."
         )
     require_no_link_out(directory)
+    _require_buildable(read_json_file(directory / CONFIG), directory / CONFIG)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -47,6 +52,17 @@ def read_config(directory: Path) -> PreTrainedConfig:
             f"{directory / CONFIG} cannot be read ({first_line(error)})."
         ) from error
     return config
+
+
+def _require_buildable(content: Mapping[str, Any], path: Path) -> None:
+    """Refuse more layers than any model has: transformers would build them until memory is gone."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            _require_buildable(value, path)
+        elif type(value) is int and value > _MOST and any(word in key for word in _REPEATED):
+            raise CheckpointError(
+                f"{path} asks for {key}={value:.3g}: at most {_MOST:,} are built."
+            )
 
 
 def architecture_of(config: PreTrainedConfig, directory: Path) -> type[PreTrainedModel]:
