@@ -30,11 +30,12 @@ from maestro_lod.layers import composed_once
 from maestro_lod.model.inputs import Batch, Loss, autocast, call, device_of, on_device, split_batch
 from maestro_lod.train.callbacks import Watch, usual_watch
 from maestro_lod.train.checks import require_loss, require_trainable
+from maestro_lod.train.consolidation import comparison_for
 from maestro_lod.train.dense import Dense
 from maestro_lod.train.evaluate import CrossEntropy, Score, evaluate, recalibrate, sums, to_evaluate
 from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.loss_samples import judge
-from maestro_lod.train.method import Method, RunPlan, Schedule
+from maestro_lod.train.method import Extending, Method, RunPlan, Schedule
 from maestro_lod.train.progress import Progress, random_states, set_random_states
 from maestro_lod.train.record import EpochRecord
 from maestro_lod.train.schedule import from_scheduler
@@ -85,7 +86,8 @@ def fit(
     >>> train = LoD(model, optimizer, penalty=1e-4)
     >>> fit(model, loader, optimizer=optimizer, method=train, epochs=20, validation=held_out)
 
-    `train_data` gives its batches again each time it is iterated: pairs (inputs, target), whose
+    A method may add epochs of its own: `Elastic` adds two for every five. `train_data` gives its
+    batches again each time it is iterated: pairs (inputs, target), whose
     inputs may be a tuple or mapping of arguments; or mappings of arguments, whose `labels` are the
     target. An output with a `loss`, as transformers' models give for labels, is trained on that.
     Before each epoch torch's global generator is seeded from `seed` and the epoch, so all that is
@@ -97,6 +99,8 @@ def fit(
     require_whole("epochs", epochs)
     require_seed(seed)
     require_trainable(model)
+    if isinstance(method, Extending):
+        epochs = method.total_epochs(epochs)
     progress, watch = progress or Progress(), watch or usual_watch(epochs)
     method, loss, options = method or Dense(), loss or CrossEntropy(), options or FitOptions()
     plan = _plan(train_data, epochs, options.accumulate, schedule, optimizer, loss)
@@ -123,7 +127,8 @@ def _plan(
         schedule = from_scheduler(schedule, optimizer, epochs, steps)
     elif schedule is not None and not callable(schedule):
         raise OptionError(f"schedule={schedule!r} is neither a function of the step nor torch's.")
-    return RunPlan(epochs, steps, schedule, judge(train_data, to_evaluate(loss)))
+    judged = judge(train_data, to_evaluate(loss))
+    return RunPlan(epochs, steps, schedule, judged, train_data, loss)
 
 
 def _steps_of_epoch(
@@ -218,9 +223,9 @@ class _Step:
 
         shared = WholeBatchNorm(part > 0) if self.options.share_batches else nullcontext()
 
-        def forward() -> Any:
+        def forward(model: nn.Module = self.model) -> Any:
             with autocast(device, amp), shared:
-                return call(self.model, inputs)
+                return call(model, inputs)
 
         def loss(output: Any) -> Tensor:
             nonlocal last
@@ -229,12 +234,14 @@ class _Step:
             last = value.detach(), output
             return value * part
 
-        def soft(output: Any, teacher: Any) -> Tensor:
-            with autocast(device, amp):
-                value: Tensor = self.loss.soft(output, teacher, target)  # type: ignore[attr-defined]
-            return value * part
+        compare = comparison_for(self.loss)
 
-        soft_loss = soft if hasattr(self.loss, "soft") else None
+        def soft(output: Any, teacher: Any) -> Tensor:
+            assert compare is not None
+            with autocast(device, amp):
+                return compare(output, teacher, target) * part
+
+        soft_loss = None if compare is None else soft
         self.method.backward(forward, loss, weight=weight, soft_loss=soft_loss)
         if last is None:
             raise TrainingError(f"{type(self.method).__name__}.backward never asked for the loss.")
