@@ -1,4 +1,4 @@
-"""Measured allocation: ranks for all sizes, from the loss of the model with one layer cut at a time.
+"""Measured allocation: ranks for all sizes, from the model's loss with one layer cut at a time.
 
 What a cut of a layer does to its outputs, which calibration knows, says little about what it does
 to the model: errors are passed on, amplified or forgotten. So each layer is cut to a few ranks, one
@@ -55,7 +55,9 @@ def measure_losses(
             return value if math.isfinite(value) else _MOST
 
         return {
-            name: _curve(energies[name][: layer.rank], _measured_ranks(layer), partial(added, layer))
+            name: _curve(
+                energies[name][: layer.rank], _measured_ranks(layer), partial(added, layer)
+            )
             for name, layer in layers.items()
         }
 
@@ -97,7 +99,7 @@ def _between(rank: int, at: Sequence[int], losses: Sequence[float], logs: Tensor
     low, high = at[right - 1], at[right]
     whole = float(logs[low] - logs[high])
     way = float(logs[low] - logs[rank]) / whole if whole > 1e-12 else (rank - low) / (high - low)
-    return losses[right - 1] * (losses[right] / losses[right - 1]) ** way
+    return losses[right - 1] * math.exp(way * math.log(losses[right] / losses[right - 1]))
 
 
 def nested_ranks(

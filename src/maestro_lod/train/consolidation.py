@@ -3,8 +3,9 @@
 All sizes of a decomposed model are trained together, one per step, under the frozen whole model.
 The optimizer is the one that trained the whole model. Consolidation is short and starts from
 factors, so that it has a learning rate of its own: a multiple of the rate that the optimizer began
-with, along a warm-up and half a cosine. What makes this safe for any optimizer is that no gradient
-is longer than gradients are on average: those of small sizes otherwise overrule those of large ones.
+with, along a warm-up and half a cosine. What makes this safe for any optimizer is a limit on the
+norm of gradients, relative to those of the warm-up: gradients of small sizes are long, and would
+otherwise overrule those of large ones.
 """
 
 from __future__ import annotations

@@ -38,7 +38,6 @@ from maestro_lod.model.cost import Cost, count_params
 from maestro_lod.model.inputs import (
     Batch,
     Example,
-    Loss,
     call,
     device_of,
     on_device,
@@ -223,9 +222,7 @@ class Elastic:
             return dict(self.rungs.ranks[above])
         larger, smaller = self.rungs.ranks[above : above + 2]
         choices = {name: range(smaller[name], rank + 1) for name, rank in larger.items()}
-        found = nested_ranks(
-            self.model, costs, self._losses, [limit], self.cost, choices=choices
-        )
+        found = nested_ranks(self.model, costs, self._losses, [limit], self.cost, choices=choices)
         return found[limit]
 
     def compare_with(self, dense: Cost) -> None:
@@ -246,12 +243,12 @@ class Elastic:
     def _limits(self) -> list[int]:
         """Return what each size may cost, from the largest to the smallest."""
         costs = self.ledger.costs(self.model)
-        dense, least = getattr(costs.dense, self.cost), 0
+        dense = getattr(costs.dense, self.cost)
         least = smallest_cost(self.model, costs, self.cost)
         if self.smallest is not None:
             bottom = max(self.smallest, min(1.0, least / dense))
             count = _SIZES if bottom < 1.0 else 1
-            return [round(dense * bottom ** (i / max(1, count - 1))) for i in range(count)]
+            return [int(dense * bottom ** (i / max(1, count - 1))) for i in range(count)]
         limits = [s if isinstance(s, int) else int(s * dense) for s in self.sizes]
         if min(limits) < least:
             raise OptionError(
@@ -438,9 +435,7 @@ class Elastic:
         """Copy what is trained from a model of the same structure, of which this may be a part."""
         theirs = dict(twin.named_parameters()) | dict(twin.named_buffers())
         factors = {
-            f"{name}.{factor}": dim
-            for name in self._layers
-            for factor, dim in (("u", 1), ("v", 0))
+            f"{name}.{factor}": dim for name in self._layers for factor, dim in (("u", 1), ("v", 0))
         }
         for name, mine in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if name in factors and mine.numel():
@@ -527,12 +522,15 @@ class Elastic:
         )
 
     def training_cost(self) -> dict[str, float | None]:
-        """Return what training has cost per epoch so far, relative to the dense model.
+        """Return what training has cost so far, relative to dense training of the whole phase.
 
-        Both phases count, the teacher and the search too. Over a whole run multiply by all of its
-        epochs and divide by those of the whole phase.
+        MACs count both phases, the teacher, and the search; parameters are a mean over epochs.
         """
-        return self.ledger.relative()
+        scale = self.epoch / (min(self.epoch, self.whole_epochs) or self.epoch or 1)
+        return {
+            kind: value if value is None or kind == "relative_params" else scale * value
+            for kind, value in self.ledger.relative().items()
+        }
 
     # -- saving --------------------------------------------------------------------------------
 
