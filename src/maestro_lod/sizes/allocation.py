@@ -24,7 +24,7 @@ class Allocation:
     the product of what its layers keep. So no layer that others depend on is given up: to lose all
     of one is to lose all. `cost_of(name, rank)` says what a layer costs, `rest` what is not
     low-rank. All combinations are compared: layer by layer, the least loss is noted for every cost
-    that can be reached. With `additive`, `lost` are losses on one scale, whose sum is minimized.
+    that can be reached. With `weights`, what a layer keeps counts to the power of its weight.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Allocation:
         *,
         most: int,
         rest: int = 0,
-        additive: bool = False,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         self._choices, self._cost_of, self._rest = choices, cost_of, rest
         self._grain = max(1, math.ceil((most - rest) / _GRAIN))
@@ -44,10 +44,8 @@ class Allocation:
         self._least[0] = 0.0
         self._ways: dict[str, Tensor] = {}
         for name, choice in choices.items():
-            losses = lost[name].double().cpu()
-            if not additive:
-                losses = -(1 - losses).clamp(min=1e-12).log()
-            self._add(name, choice, losses)
+            losses = -(1 - lost[name].double().cpu()).clamp(min=1e-12).log()
+            self._add(name, choice, losses * (1.0 if weights is None else weights[name]))
 
     def _add(self, name: str, choice: Sequence[int], losses: Tensor) -> None:
         before, places = self._least, len(self._least)

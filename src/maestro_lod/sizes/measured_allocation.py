@@ -3,8 +3,13 @@
 What a cut of a layer does to its outputs, which calibration knows, says little about what it does
 to the model: errors are passed on, amplified or forgotten. So each layer is cut to a few ranks, one
 layer at a time, and the loss of the whole model is measured. Between these ranks the loss follows
-the calibrated curve. The sum over all layers is minimized for one size after the other, each with
-no more ranks in a layer than the next larger one.
+the calibrated curve.
+
+Small losses of several layers add up. Large ones do not: the sum of losses gives up the classifier
+of a model that a small size ruins anyway. So a layer's loss counts the more, the nearer it comes to
+the loss without the layer, L₀: as -L₀·log(1 - L/L₀), which is L where that is small. `Allocation`
+minimizes the sum for one size after the other, each with no more ranks in a layer than the next
+larger one.
 """
 
 from __future__ import annotations
@@ -69,10 +74,11 @@ def count_measurements(model: nn.Module) -> int:
 
 
 def _measured_ranks(layer: LowRank) -> list[int]:
-    """Return the ranks at which a layer is measured; a layer of one rank is measured without it."""
+    """Return the ranks at which a layer is measured; 0 tells what there is to lose."""
+    if not layer.rank:
+        return []
     most = max(1, min(layer.rank, layer.break_even))
-    ranks = {max(1, round(share * most)) for share in _SHARES} - {layer.rank}
-    return sorted(ranks) or [0] * min(1, layer.rank)
+    return sorted({0, *(max(1, round(share * most)) for share in _SHARES)} - {layer.rank})
 
 
 def _curve(energy: Tensor, at: Sequence[int], added: Callable[[int], float]) -> Tensor:
@@ -111,7 +117,7 @@ def nested_ranks(
     *,
     choices: Mapping[str, range] | None = None,
 ) -> dict[int, dict[str, int]]:
-    """Return the ranks for each limit on a cost that minimize the sum of the layers' losses.
+    """Return the ranks for each limit on a cost that lose the least.
 
     A smaller limit never has more ranks in a layer than a larger one. Every layer keeps a rank, and
     layers that are frozen keep all of theirs.
@@ -129,15 +135,17 @@ def nested_ranks(
     """
     all_choices = rank_choices(model) if choices is None else choices
     allowed: dict[str, Sequence[int]] = {n: _thinned(each) for n, each in all_choices.items()}
+    most = {name: max(float(loss[0]), _LEAST) for name, loss in losses.items()}
+    lost = {name: loss / most[name] for name, loss in losses.items()}
     found: dict[int, dict[str, int]] = {}
     for limit in sorted(set(limits), reverse=True):
         ranks = Allocation(
-            losses,
+            lost,
             allowed,
             lambda name, rank: int(getattr(costs.layer(name, rank), cost)),
             most=limit,
             rest=int(getattr(costs.rest, cost)),
-            additive=True,
+            weights=most,
         ).within(limit)
         found[limit] = ranks
         allowed = {name: [r for r in each if r <= ranks[name]] for name, each in allowed.items()}

@@ -132,8 +132,9 @@ class Pace:
         """Scale gradients that are too long; no value leaves its device."""
         if not gradients:
             return
-        parts = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-        norm = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
+        first = gradients[0].device
+        lengths = [torch.linalg.vector_norm(g.to(_at_least_single(g))) for g in gradients]
+        norm = torch.linalg.vector_norm(torch.stack([each.float().to(first) for each in lengths]))
         mean = norm if self.norm is None else self.norm.to(norm.device)
         if self.step < self._warm_up:
             mean = torch.where(norm.isfinite(), mean + (norm - mean) / (self.step + 1), mean)
@@ -161,3 +162,7 @@ class Pace:
         self.total, self.step = state["total"], int(state["step"])
         self.all_steps, norm = int(state["all_steps"]), state["norm"]
         self.norm = None if norm is None else norm.clone()
+
+
+def _at_least_single(value: Tensor) -> torch.dtype:
+    return torch.promote_types(value.dtype, torch.float32)

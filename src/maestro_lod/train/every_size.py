@@ -60,6 +60,7 @@ from maestro_lod.sizes.outputs import SoftLoss, scores_loss
 from maestro_lod.sizes.replay import alone_with
 from maestro_lod.train.checks import require_loss, require_ranks_to_train, require_trainable
 from maestro_lod.train.consolidation import Pace, Rungs, comparison_for
+from maestro_lod.train.evaluate import recalibrate
 from maestro_lod.train.finite import require_finite_loss, require_finite_parameters
 from maestro_lod.train.ledger import EpochCost, Ledger
 from maestro_lod.train.method import RunPlan
@@ -375,6 +376,7 @@ class Elastic:
         assert self._plan is not None and self.epochs is not None
         self.teacher = self._frozen_copy()
         batches = _first(self._plan.batches, _CALIBRATED)
+        recalibrate(self.teacher, batches)
         twin, energies = self._decomposed(batches)
         self._unfactored.hold(())
         self._take_over(twin, factors_only=True)
@@ -423,10 +425,12 @@ class Elastic:
             "only": lambda name, module: name in names,
             "tied": "share" if shared else "keep",
         }
-        calibration = calibrate(self.teacher, batches, loss=self._plan.loss, **chosen)
+        twin = copy.deepcopy(self.teacher).requires_grad_(True)  # which moments of gradients need
+        calibration = calibrate(twin, batches, loss=self._plan.loss, **chosen)
+        modules = dict(twin.named_modules())  # without parts of layers that hold several weights
+        energies = energies_of({n: modules.get(n, self._layers[n]) for n in names}, calibration)
         full = {name: self._layers[name].rank for name in names}
-        twin = decompose(copy.deepcopy(self.teacher), ranks=full, calibration=calibration, **chosen)
-        energies = energies_of({n: self._layers[n] for n in names}, calibration)
+        twin = decompose(twin, ranks=full, calibration=calibration, **chosen)
         nothing = {n: torch.zeros(0) for n in self._layers.keys() - names}
         return twin, self._agreed(energies | nothing)
 
