@@ -61,7 +61,7 @@ class Cells:
 
     def elastic(self, kind: str) -> dict[str, Point]:
         """Return what one elastic run reaches whole and cut to each size, without more training."""
-        run = self.trained(method="elastic", elastic=0.1, elastic_cost=kind)
+        run = self.trained(method="elastic", smallest=0.1, size_cost=kind)
         return _kept(run, f"sizes-{kind}.json", lambda: {"whole": row(run), **_cut(run, kind)})
 
     def budget(self, kind: str, share: float) -> Point | None:
@@ -87,7 +87,8 @@ class Cells:
         dense = self.trained(method="dense")
         name = f"distilled-{share}.json"
         found = _kept(dense, name, lambda: {"point": self._distilled(dense, share)})
-        return found["point"]
+        point: Point | None = found["point"]
+        return point
 
     def _distilled(self, dense: Run, share: float) -> Point | None:
         settings = {**self.task.changes, "method": "narrow", "size": share, "seed": self.seed}

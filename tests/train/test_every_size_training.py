@@ -493,7 +493,7 @@ def test_a_loop_that_leaves_something_out_is_told_so() -> None:
 
 
 def test_recipes_choose_it() -> None:
-    chosen: Any = load_recipe("paper/lenet.yaml", ["method=elastic", "elastic=0.2"]).settings
+    chosen: Any = load_recipe("paper/lenet.yaml", ["method=elastic", "smallest=0.2"]).settings
     model = chosen.prepare(LeNet())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     example = torch.empty(1, 1, 28, 28)

@@ -26,14 +26,14 @@ from maestro_lod.train.size_settings import amount, require_share
 class ElasticSettings(Settings):
     """What a recipe chooses of training for every size, or for a budget."""
 
-    alternatives = ("budget", "elastic")
+    alternatives = ("budget", "smallest")
 
     decompose: Decomposition = Decomposition()  # noqa: RUF009
     budget: Budget | None = None
-    elastic: float = setting(
+    smallest: float = setting(
         0.1, "the share of dense down to which every size is trained", check=require_share
     )
-    elastic_cost: CostKind = setting("params", "what a size counts", choices=("params", "macs"))
+    size_cost: CostKind = setting("params", "what a size counts", choices=("params", "macs"))
     narrow: bool = setting(True, "begin narrower for a small budget, if there is a width")
 
     def build(self, builder: Builder, example: Example) -> nn.Module:
@@ -60,7 +60,7 @@ class ElasticSettings(Settings):
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
     ) -> Elastic:
-        sizes: dict[str, Any] = {"smallest": self.elastic, "cost": self.elastic_cost}
+        sizes: dict[str, Any] = {"smallest": self.smallest, "cost": self.size_cost}
         if self.budget is not None:  # of the recipe's model, which may be wider
             kind = self.budget.kind
             sizes = {"sizes": [self.budget.limit(amount(dense, kind))], "cost": kind}
