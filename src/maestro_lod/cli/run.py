@@ -42,7 +42,7 @@ from maestro_lod.train.callbacks import Watch
 from maestro_lod.train.evaluate import evaluate, to_evaluate
 from maestro_lod.train.fit import FitOptions, fit
 from maestro_lod.train.footprint import footprint
-from maestro_lod.train.method import Extending, Reshaping
+from maestro_lod.train.method import Reshaping, total_epochs
 from maestro_lod.train.progress import Progress
 from maestro_lod.train.record import EpochRecord
 
@@ -190,7 +190,7 @@ class Run(RunDirectory):
             raise CheckpointError(
                 f"{self.checkpoint} does not belong to {self.directory / 'config.yaml'} ({reason})."
             ) from None
-        if (progress.epoch, progress.batch) > (_total_epochs(setup, self.recipe), 0):
+        if (progress.epoch, progress.batch) > (total_epochs(setup.method, self.recipe.epochs), 0):
             raise OptionError(
                 f"epochs={self.recipe.epochs} in {self.directory / 'config.yaml'}, but the run has "
                 f"gone beyond: {progress.epoch} are done. Give that many or more."
@@ -296,7 +296,7 @@ class _Keeper:
             self.run.append(record)
         for watcher in self.watchers:
             watcher.epoch(record)
-        total = _total_epochs(self.setup, self.run.recipe)
+        total = total_epochs(self.setup.method, self.run.recipe.epochs)
         if any_says(self.stop()) and progress.epoch < total:
             raise Interrupted
 
@@ -304,12 +304,6 @@ class _Keeper:
         if is_first():
             self.run.save(self.setup, progress)
         self._saved = time.monotonic()
-
-
-def _total_epochs(setup: Setup, recipe: Recipe) -> int:
-    """Return the epochs of a run, those that its method adds included."""
-    method = setup.method
-    return method.total_epochs(recipe.epochs) if isinstance(method, Extending) else recipe.epochs
 
 
 def _checkpoint_bytes(recipe: Recipe, model: nn.Module) -> int:

@@ -35,7 +35,7 @@ from maestro_lod.train.dense import Dense
 from maestro_lod.train.evaluate import CrossEntropy, Score, evaluate, recalibrate, sums, to_evaluate
 from maestro_lod.train.finite import require_finite_parameters
 from maestro_lod.train.loss_samples import judge
-from maestro_lod.train.method import Extending, Method, RunPlan, Schedule
+from maestro_lod.train.method import Method, RunPlan, Schedule, total_epochs
 from maestro_lod.train.progress import Progress, random_states, set_random_states
 from maestro_lod.train.record import EpochRecord
 from maestro_lod.train.schedule import from_scheduler
@@ -99,8 +99,7 @@ def fit(
     require_whole("epochs", epochs)
     require_seed(seed)
     require_trainable(model)
-    if isinstance(method, Extending):
-        epochs = method.total_epochs(epochs)
+    epochs = total_epochs(method, epochs)
     progress, watch = progress or Progress(), watch or usual_watch(epochs)
     method, loss, options = method or Dense(), loss or CrossEntropy(), options or FitOptions()
     plan = _plan(train_data, epochs, options.accumulate, schedule, optimizer, loss)

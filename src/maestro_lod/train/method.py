@@ -106,6 +106,11 @@ class Extending(Protocol):
         """Return how many epochs the run has in all."""
 
 
+def total_epochs(method: Method | None, epochs: int) -> int:
+    """Return the epochs of a run: those that a user asks for, and those that its method adds."""
+    return method.total_epochs(epochs) if isinstance(method, Extending) else epochs
+
+
 class Builder(Protocol):
     """Builds the dense model of a run, each time with the same initial weights."""
 
