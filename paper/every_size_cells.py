@@ -1,11 +1,18 @@
-"""One cell of the comparison of sizes: what a line reaches at a size, trained once and kept."""
+"""Cells of the comparison of sizes: what a line reaches at a size, trained once and kept.
+
+python -m paper.every_size_cells lenet:elastic mlp:budget:0 --runs DIR
+
+measures lines of tasks, of all seeds or of one. What lies in the directory is not trained again.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -167,3 +174,49 @@ def _cut(run: Run, kind: str) -> dict[str, Point]:
         costs = {"params": cost.params, "macs": cost.macs or 0}
         reached[str(share)] = {**trained.tested(plain), **costs}
     return reached
+
+
+EACH = {"params": SHARES}
+TASKS = {
+    "lenet": Task("paper/lenet.yaml", (0, 1, 2), {**EACH, "macs": (0.5, 0.33, 0.25)}),
+    "mlp": Task("paper/mlp.yaml", (0, 1, 2), EACH),
+    "lstm": Task("paper/lstm.yaml", (0, 1, 2), EACH),
+    "resnet": Task("paper/resnet.yaml", (0,), EACH),
+    "transformer": Task("paper/transformer.yaml", (0,), EACH),
+}
+
+
+def _line(cells: Cells, name: str) -> dict[str, Point | None]:
+    """Return the points of a line: whole, and at each size that it reaches."""
+    if name in ("elastic", "elastic-macs"):
+        return {**cells.elastic("macs" if name.endswith("macs") else "params")}
+    if name == "dense":
+        return {"whole": row(cells.trained(method="dense"))}
+    if name == "long":
+        return {"whole": cells.long()}
+    if name == "budget":
+        return {str(share): cells.budget("params", share) for share in SHARES}
+    if name == "distilled":
+        return {str(share): cells.distilled(share) for share in SHARES}
+    raise SystemExit(f"no line {name!r}. Lines: elastic elastic-macs dense long budget distilled.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("lines", nargs="+", help="TASK:LINE or TASK:LINE:SEED")
+    parser.add_argument("--runs", type=Path, default=Path("runs/paper"), help="training runs")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for asked in options.lines:
+        task, line, *seeds = asked.split(":")
+        for seed in map(int, seeds) if seeds else TASKS[task].seeds:
+            points = _line(Cells(Scale(options.runs), TASKS[task], seed), line)
+            shown = {
+                size: None if point is None else round(100 * point["accuracy"], 2)
+                for size, point in points.items()
+            }
+            print(task, line, seed, shown, flush=True)
+
+
+if __name__ == "__main__":
+    main()
