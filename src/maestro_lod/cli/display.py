@@ -15,6 +15,7 @@ from maestro_lod.cli.run import Run
 from maestro_lod.cli.setup import Setup
 from maestro_lod.train import progress as training
 from maestro_lod.train.budget import Budget
+from maestro_lod.train.method import total_epochs
 from maestro_lod.train.progress import EpochRecord
 
 _EVERY = 10.0  # seconds, at least, between lines in a pipe
@@ -38,7 +39,8 @@ class Display:
 
     def begin(self, run: Run, setup: Setup, progress: training.Progress) -> None:
         self.begun = True
-        self._epochs, self._batches = run.recipe.epochs, len(setup.data.train)
+        self._epochs = total_epochs(setup.method, run.recipe.epochs)
+        self._batches = len(setup.data.train)
         self._line(setup.data.note)
         if progress.epoch == self._epochs:
             self._line("resuming after the last epoch")

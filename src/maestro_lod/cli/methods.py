@@ -10,6 +10,7 @@ METHODS: Registry[type[Settings]] = Registry(
     "method",
     {
         "lod": "train.lod_settings:LoDSettings",
+        "elastic": "train.elastic_settings:ElasticSettings",
         "dense": "train.dense:DenseSettings",
         "narrow": "baselines.narrow:NarrowSettings",
         "svd": "baselines.svd:SVDSettings",

@@ -45,7 +45,7 @@ from maestro_lod.model.checkpoint import load, save
 from maestro_lod.model.cost import count_params, summary
 from maestro_lod.train.evaluate import evaluate, to_evaluate
 from maestro_lod.train.fit import FitOptions, Watch, fit
-from maestro_lod.train.method import Reshaping
+from maestro_lod.train.method import Reshaping, total_epochs
 from maestro_lod.train.progress import EpochRecord, Progress
 
 logger = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class Run(RunDirectory):
             raise CheckpointError(
                 f"{self.checkpoint} does not belong to {self.directory / 'config.yaml'} ({reason})."
             ) from None
-        if (progress.epoch, progress.batch) > (self.recipe.epochs, 0):
+        if (progress.epoch, progress.batch) > (total_epochs(setup.method, self.recipe.epochs), 0):
             raise OptionError(
                 f"epochs={self.recipe.epochs} in {self.directory / 'config.yaml'}, but the run has "
                 f"finished {progress.epoch} epochs. Give that number or more."
@@ -306,7 +306,8 @@ class _Keeper:
             self.run.append(record)
         for watcher in self.watchers:
             watcher.epoch(record)
-        if any_process(self.stop()) and progress.epoch < self.run.recipe.epochs:
+        total = total_epochs(self.setup.method, self.run.recipe.epochs)
+        if any_process(self.stop()) and progress.epoch < total:
             raise Interrupted
 
     def _save(self, progress: Progress) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,18 @@ class Allocation:
     the product of what its layers keep. So no layer that others depend on is given up: to lose all
     of one is to lose all. `cost_of(name, rank)` says what a layer costs, `rest` what is not
     low-rank. All combinations are compared: layer by layer, the least loss is noted for every cost
-    that can be reached.
+    that can be reached. With `weights`, what a layer keeps counts to the power of its weight.
     """
 
     def __init__(
         self,
         lost: Mapping[str, Tensor],
-        choices: Mapping[str, range],
+        choices: Mapping[str, Sequence[int]],
         cost_of: Callable[[str, int], int],
         *,
         most: int,
         rest: int = 0,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         self._choices, self._cost_of, self._rest = choices, cost_of, rest
         self._grain = max(1, math.ceil((most - rest) / _GRAIN))
@@ -44,9 +45,9 @@ class Allocation:
         self._ways: dict[str, Tensor] = {}
         for name, choice in choices.items():
             losses = -(1 - lost[name].double().cpu()).clamp(min=1e-12).log()
-            self._add(name, choice, losses)
+            self._add(name, choice, losses * (1.0 if weights is None else weights[name]))
 
-    def _add(self, name: str, choice: range, losses: Tensor) -> None:
+    def _add(self, name: str, choice: Sequence[int], losses: Tensor) -> None:
         before, places = self._least, len(self._least)
         best = torch.full_like(before, math.inf)
         way = torch.zeros(places, dtype=torch.int64, device="cpu")

@@ -15,7 +15,7 @@ from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.distributed.shards import is_sharded, local_part
 from maestro_lod.errors import LayerError, OptionError, TrainingError, listed
 from maestro_lod.layers.lowrank import LowRank
-from maestro_lod.layers.ranks import low_rank_layers
+from maestro_lod.layers.ranks import low_rank_layers, require_low_rank
 
 _MOST_RANKS = 0.9  # a model that keeps more of its ranks for a third of a training will not shrink
 _SMALLER = 0.95  # of the dense parameters: a model that is not below this has not become smaller
@@ -197,3 +197,19 @@ def _growth(layer: LowRank) -> float:
     """Return how much faster the first rank moves than the weight that it is part of."""
     first = layer.u.detach()[:, 0], layer.v.detach()[0]
     return sum(float(part.float().square().sum()) for part in first) if layer.u.requires_grad else 0
+
+
+def require_ranks_to_train(model: nn.Module, min_rank: int, kind: str) -> dict[str, LowRank]:
+    """Return the low-rank layers; raise OptionError if none of them could train or shrink."""
+    layers = require_low_rank(model)
+    if not any(m.rank and (m.u.requires_grad or m.v.requires_grad) for m in layers.values()):
+        raise OptionError(
+            f"{type(model).__name__} has nothing for {kind} to train: every low-rank layer is "
+            "frozen or has rank 0. Call requires_grad_(True) on those to train."
+        )
+    if min_rank > (most := max(layer.rank for layer in layers.values())):
+        raise OptionError(
+            f"min_rank={min_rank} is above the rank of every layer: none could ever shrink. The "
+            f"largest has {most}; give less, or threshold=None not to shrink."
+        )
+    return layers

@@ -37,6 +37,7 @@ from maestro_lod.model.inputs import (
     split_batch,
 )
 from maestro_lod.progress import ProgressLine
+from maestro_lod.train.consolidation import comparison_for
 from maestro_lod.train.dense import Dense
 from maestro_lod.train.diagnostics import (
     require_finite_parameters,
@@ -52,7 +53,7 @@ from maestro_lod.train.evaluate import (
     sums,
     to_evaluate,
 )
-from maestro_lod.train.method import Method, RunPlan, Schedule
+from maestro_lod.train.method import Method, RunPlan, Schedule, total_epochs
 from maestro_lod.train.progress import EpochRecord, Progress, random_states, set_random_states
 from maestro_lod.train.schedule import from_scheduler
 from maestro_lod.train.shared_batches import share_of, whole_score
@@ -123,7 +124,8 @@ def fit(
             whose inputs may be a tuple or mapping of arguments; or mappings of arguments, whose
             `labels` are the target.
         optimizer: The optimizer; one for the whole model.
-        epochs: How many times to go through the training data, in all: a resumed run included.
+        epochs: How many times to go through the training data, in all: a resumed run included. A
+            method may add epochs of its own: `Elastic` adds two for every five.
         method: How to train, such as `LoD`, `BudgetTraining` or `ElasticTraining`; by default the
             model is trained as it is.
         loss: Returns the loss of (output, target). By default cross-entropy, or the `loss` that an
@@ -148,6 +150,7 @@ def fit(
     require_whole("epochs", epochs)
     require_seed(seed)
     require_trainable(model)
+    epochs = total_epochs(method, epochs)
     progress, watch = progress or Progress(), watch or default_watch(epochs)
     method, loss, options = method or Dense(), loss or CrossEntropy(), options or FitOptions()
     plan = _plan(train_data, epochs, options.accumulate, schedule, optimizer, loss)
@@ -174,7 +177,8 @@ def _plan(
         schedule = from_scheduler(schedule, optimizer, epochs, steps)
     elif schedule is not None and not callable(schedule):
         raise OptionError(f"schedule={schedule!r} is neither a function of the step nor torch's.")
-    return RunPlan(epochs, steps, schedule, judge(train_data, to_evaluate(loss)))
+    judged = judge(train_data, to_evaluate(loss))
+    return RunPlan(epochs, steps, schedule, judged, train_data, loss)
 
 
 def _steps_of_epoch(
@@ -269,9 +273,9 @@ class _Step:
 
         shared = WholeBatchNorm(part > 0) if self.options.share_batches else nullcontext()
 
-        def forward() -> Any:
+        def forward(model: nn.Module = self.model) -> Any:
             with autocast(device, amp), shared:
-                return ModelInputs.of(inputs).call(self.model)
+                return ModelInputs.of(inputs).call(model)
 
         def loss(output: Any) -> Tensor:
             nonlocal last
@@ -280,12 +284,14 @@ class _Step:
             last = value.detach(), output
             return value * part
 
-        def soft(output: Any, teacher: Any) -> Tensor:
-            with autocast(device, amp):
-                value: Tensor = self.loss.soft(output, teacher, target)  # type: ignore[attr-defined]
-            return value * part
+        compare = comparison_for(self.loss)
 
-        soft_loss = soft if hasattr(self.loss, "soft") else None
+        def soft(output: Any, teacher: Any) -> Tensor:
+            assert compare is not None
+            with autocast(device, amp):
+                return compare(output, teacher, target) * part
+
+        soft_loss = None if compare is None else soft
         self.method.backward(forward, loss, weight=weight, soft_loss=soft_loss)
         if last is None:
             raise TrainingError(f"{type(self.method).__name__}.backward never asked for the loss.")

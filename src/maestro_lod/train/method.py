@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import Cost
-from maestro_lod.model.inputs import Example
+from maestro_lod.model.inputs import Batch, Example, Loss
 from maestro_lod.train.progress import MethodRecord
 
 Schedule = Callable[[int], float]
@@ -35,6 +35,10 @@ class RunPlan:
     schedule: Schedule | None = None
     loss_of: Callable[[nn.Module], float] | None = dataclasses.field(default=None, compare=False)
     """The loss of a model on some training samples, the same ones each time."""
+    batches: Iterable[Batch] | None = dataclasses.field(default=None, compare=False)
+    """The training batches, to be iterated again."""
+    loss: Loss | None = dataclasses.field(default=None, compare=False)
+    """The loss of an output and a target."""
 
 
 class Method(Protocol):
@@ -45,13 +49,15 @@ class Method(Protocol):
 
     def backward(
         self,
-        forward: Callable[[], Any],
+        forward: Callable[..., Any],
         loss: Callable[[Any], Tensor],
         *,
         weight: float = 1.0,
         soft_loss: Callable[[Any, Any], Tensor] | None = None,
     ) -> object:
         """Do the passes over one batch, its gradients multiplied by `weight`.
+
+        `forward()` runs the model that is trained, `forward(other)` another one on the same batch.
 
         `loss` is to be asked for the loss of an output at least once: what it says last is shown.
         `soft_loss(output, teacher)`, where there is one, compares two outputs.
@@ -82,6 +88,19 @@ class Reshaping(Protocol):
 
         Comes before all states are loaded: only shapes, and their order, have to be right.
         """
+
+
+@runtime_checkable
+class Extending(Protocol):
+    """A method that adds epochs of its own to those that a user asks for."""
+
+    def total_epochs(self, epochs: int) -> int:
+        """Return how many epochs the run has in all."""
+
+
+def total_epochs(method: Method | None, epochs: int) -> int:
+    """Return the epochs of a run: those that a user asks for, and those that its method adds."""
+    return method.total_epochs(epochs) if isinstance(method, Extending) else epochs
 
 
 class Builder(Protocol):

@@ -29,11 +29,14 @@ from maestro_lod.errors import (
     require_bool,
     require_whole,
 )
-from maestro_lod.layers.lowrank import LowRank
-from maestro_lod.layers.ranks import ranks, require_all_active, require_low_rank, unwrapped
+from maestro_lod.layers.ranks import ranks, require_all_active, unwrapped
 from maestro_lod.model.cost import Cost
 from maestro_lod.model.inputs import Example
-from maestro_lod.train.diagnostics import require_finite_parameters, require_trainable
+from maestro_lod.train.diagnostics import (
+    require_finite_parameters,
+    require_ranks_to_train,
+    require_trainable,
+)
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.method import RunPlan
 from maestro_lod.train.progress import MethodRecord
@@ -94,7 +97,7 @@ class RankTraining(ABC):
         self.min_rank = require_whole("min_rank", min_rank)
         require_optimizer(self.model, self.optimizer)
         require_trainable(self.model)
-        self._layers = _require_ranks_to_train(self.model, self.min_rank, self.name)
+        self._layers = require_ranks_to_train(self.model, self.min_rank, self.name)
         self.ema = None if ema is None else require_averaged(ema)
         self.ledger = Ledger.of(self.model, example)
         self.epoch = 0
@@ -358,19 +361,3 @@ def _method_of(state: Mapping[str, Any]) -> str | None:
     if not isinstance(sampler, Mapping):
         return None
     return "ElasticTraining" if sampler.get("strategy") == "elastic" else "LoD"
-
-
-def _require_ranks_to_train(model: nn.Module, min_rank: int, kind: str) -> dict[str, LowRank]:
-    """Return the low-rank layers; raise OptionError if none of them could train or shrink."""
-    layers = require_low_rank(model)
-    if not any(m.rank and (m.u.requires_grad or m.v.requires_grad) for m in layers.values()):
-        raise OptionError(
-            f"{type(model).__name__} has nothing for {kind} to train: every low-rank layer is "
-            "frozen or has rank 0. Call requires_grad_(True) on those to train."
-        )
-    if min_rank > (most := max(layer.rank for layer in layers.values())):
-        raise OptionError(
-            f"min_rank={min_rank} is above the rank of every layer: none could ever shrink. The "
-            f"largest has {most}; give less, or threshold=None not to shrink."
-        )
-    return layers

@@ -1,0 +1,157 @@
+"""Measured allocation: curves from a few measurements, and nested ranks for all sizes."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import maestro_lod as lod
+from maestro_lod.layers.ranks import at_ranks, low_rank_layers
+from maestro_lod.model.cost import Costs
+from maestro_lod.sizes.allocation import smallest_cost
+from maestro_lod.sizes.calibrated_allocation import energies_of
+from maestro_lod.sizes.calibration import calibrate
+from maestro_lod.sizes.measured_allocation import (
+    count_measurements,
+    measure_losses,
+    nested_ranks,
+)
+
+
+def net(seed: int, widths: tuple[int, ...]) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(a, b, bias=i % 2 == 0) for i, (a, b) in enumerate(pairwise(widths))]
+    return nn.Sequential(*layers)
+
+
+shapes = st.lists(st.integers(3, 24), min_size=2, max_size=5).map(tuple)
+
+
+@given(
+    widths=shapes,
+    seed=st.integers(0, 99),
+    shares=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=6),
+    frozen=st.booleans(),
+)
+def test_smaller_sizes_have_no_more_ranks_in_any_layer(
+    widths: tuple[int, ...], seed: int, shares: list[float], frozen: bool
+) -> None:
+    model = lod.decompose(net(seed, widths))
+    layers = low_rank_layers(model)
+    if frozen:
+        next(iter(layers.values())).requires_grad_(False)
+    costs = Costs(model, None)
+    losses = {n: torch.rand(m.rank + 1).cumsum(0).flip(0) for n, m in layers.items()}
+    limits = [int(share * costs.dense.params) for share in shares]
+    found = nested_ranks(model, costs, losses, limits)
+    assert found.keys() == set(limits)
+    least = smallest_cost(model, costs, "params")
+    for limit, ranks in found.items():
+        assert costs.at(ranks).params <= max(limit, least)
+        for name, rank in ranks.items():
+            assert 1 <= rank <= layers[name].rank
+            assert layers[name].u.requires_grad or rank == layers[name].rank
+    for larger, smaller in pairwise(sorted(found, reverse=True)):
+        assert all(found[smaller][name] <= rank for name, rank in found[larger].items())
+
+
+@given(seed=st.integers(0, 99), limit=st.integers(40, 200))
+def test_no_other_ranks_within_a_limit_lose_less(seed: int, limit: int) -> None:
+    model = lod.decompose(net(seed, (6, 5, 7)))
+    torch.manual_seed(seed)
+    layers, costs = low_rank_layers(model), Costs(model, None)
+    losses = {n: torch.rand(m.rank + 1).cumsum(0).flip(0) for n, m in layers.items()}
+    losses = {n: loss - loss[-1] for n, loss in losses.items()}
+
+    def total(a: int, b: int) -> float:
+        values = ((losses[n][0], losses[n][r]) for n, r in (("0", a), ("1", b)))
+        return sum(-float(most * torch.log1p(-loss / most)) for most, loss in values)
+
+    ranks = nested_ranks(model, costs, losses, [limit])[limit]
+    others = [
+        total(a, b)
+        for a in range(1, 6)
+        for b in range(1, 6)
+        if 0.95 * limit <= costs.at({"0": a, "1": b}).params <= limit
+    ]
+    if others:
+        assert total(ranks["0"], ranks["1"]) <= min(others) + 1e-5
+
+
+def decomposed(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    dense = nn.Sequential(
+        nn.Linear(20, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 16), nn.Linear(16, 5)
+    ).to(dtype)
+    data = [(torch.randn(32, 20, dtype=dtype), torch.randint(5, (32,))) for _ in range(4)]
+    calibration = calibrate(dense, data, loss=F.cross_entropy)
+    model = lod.decompose(copy.deepcopy(dense), calibration=calibration)
+    return model, energies_of(low_rank_layers(model), calibration)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_curves_pass_through_what_was_measured_and_fall(dtype: torch.dtype) -> None:
+    model, energies = decomposed(dtype)
+    x = torch.randn(64, 20, dtype=dtype)
+    wanted = model.train()(x).detach()
+    asked: list[dict[str, int]] = []
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        asked.append({name: layer.active_rank for name, layer in low_rank_layers(m).items()})
+        return F.mse_loss(m(x), wanted)
+
+    before = copy.deepcopy(model.state_dict())
+    curves = measure_losses(model, loss, energies)
+    assert len(asked) == count_measurements(model)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    full = lod.ranks(model)
+    for name, curve in curves.items():
+        assert len(curve) == full[name] + 1 and curve[-1] == 0
+        assert all(fewer >= more for fewer, more in pairwise(curve.tolist()))
+    for ranks in asked[1:]:
+        ((name, rank),) = [(n, r) for n, r in ranks.items() if r != full[n]]
+        with at_ranks(model, ranks), torch.no_grad():
+            value = float(F.mse_loss(model(x), wanted))
+        assert float(curves[name][rank]) >= 0.99 * value  # at least: noise is smoothed upwards
+
+
+def test_a_layer_that_the_task_needs_is_not_given_up() -> None:
+    """A classifier of ten classes is cheap and, of a ruined model, adds little to the sum."""
+    model = lod.decompose(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 10)))
+    fall = torch.tensor([3.5, 3.3, 2.3, 1.4, 0.7, 0.35, 0.2, 0.1, *[0.01] * 56, 0.0])
+    classes = torch.tensor([2.4, 1.9, 1.3, 0.8, 0.5, 0.35, 0.2, 0.08, 0.02, 0.01, 0.0])
+    losses, costs = {"0": fall, "1": fall, "2": classes}, Costs(model, None)
+    limits = [costs.at({"0": r, "1": r, "2": 2}).params + 30 for r in (2, 3, 4, 5)]
+    found = nested_ranks(model, costs, losses, limits)
+    for limit, ranks in found.items():
+        assert ranks["2"] >= 2, limit
+    assert found[limits[0]] == {"0": 2, "1": 2, "2": 2}
+
+
+def test_losses_that_are_no_numbers_count_as_ruin() -> None:
+    model, energies = decomposed()
+
+    def loss(m: nn.Module) -> float:
+        return float("nan") if low_rank_layers(m)["0"].active_rank < 20 else 0.0
+
+    curves = measure_losses(model, loss, energies)
+    assert float(curves["0"][1]) == 1e6 and float(curves["0"][-1]) == 0.0
+    assert float(curves["3"][1]) < 1e-6
+
+
+def test_layers_without_ranks_are_left_alone() -> None:
+    model = lod.decompose(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6)), ranks={"0": 0})
+    energies = {"0": torch.zeros(0), "1": torch.ones(6)}
+    x = torch.randn(4, 8)
+    curves = measure_losses(model, lambda m: m(x).square().mean(), energies)
+    assert curves["0"].tolist() == [0.0] and len(curves["1"]) == 7
+    costs = Costs(model, None)
+    assert nested_ranks(model, costs, curves, [1000])[1000] == {"0": 0, "1": 6}
