@@ -30,7 +30,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 
 
 class _Examples(Preprocessor):
-    """Turns `>>>` lines of docstrings into code blocks, because Markdown takes them for quotations."""
+    """Turns `>>>` lines of docstrings, which Markdown takes for quotations, into code blocks."""
 
     def run(self, lines: list[str]) -> list[str]:
         text = "\n".join(lines)
