@@ -5,7 +5,7 @@
 
 Every way gets the same share of the decomposed layers' weights; BatchNorms get statistics of their
 own each time. What is measured is kept: the same command goes on where it was stopped. Writes
-benchmarks/results/pretrained.json, and the table in docs/pretrained.md from it.
+benchmarks/results/pretrained.json, and the table in docs/benchmarks/pretrained.md from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FULLY_JUDGED = 0.7  # by all data that there is to judge by
 STEPS = 500  # of healing
 IN_TURN = (0.9, 0.3, 0.5, 0.8, 0.3, 0.7, 0.5, 0.3)  # sizes of one healing: small ones more often
 _MOST_SECONDS = math.inf
-PAGE = Path(__file__).parent.parent / "docs" / "pretrained.md"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "pretrained.md"
 START, END = "<!-- benchmarks/pretrained.py -->\n", "<!-- end -->"
 
 

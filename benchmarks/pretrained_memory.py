@@ -30,7 +30,7 @@ import maestro_lod as lod
 from maestro_lod.sizes.calibration import calibrate
 
 MB = 2**20
-PAGE = Path(__file__).parent.parent / "docs" / "pretrained.md"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "pretrained.md"
 START, END = "<!-- benchmarks/pretrained_memory.py -->\n", "<!-- end of memory -->"
 SEVEN_BILLION = {"width": 4096, "hidden": 11008, "blocks": 32}
 

@@ -1,4 +1,4 @@
-"""What the site is made of: the pages here in order, README and the paper's results beside them."""
+"""Hooks of mkdocs: order of the pages, and pages and pictures outside of docs/."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ ORDER = {
     "Start": ["index", "quickstart", "first-hour", "own-model", "sizes", "deploy", "output", "faq"],
     "Train": ["recipes", "tuning", "data", "models", "layers", "methods", "pretrained", "trainers"],
     "Integrations": ["huggingface", "distributed", "federated", "scale"],
-    "Behind it": ["idea", "reliability", "compare", "measured", "paper/index"],
+    "Background": ["idea", "reliability", "compare"],
+    "Measurements": ["measured", "benchmarks/pretrained", "paper/index"],
     "Reference": ["api", "glossary", "release", "contributing"],
 }
-"""Pages by section; one that is not there is left out, one that is not named comes last."""
+"""Pages by section; pages that do not exist are left out, pages that are not named come last."""
 
 ELSEWHERE = {
     "README.md": "index.md",
@@ -29,7 +30,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 
 
 class _Examples(Preprocessor):
-    """Makes code blocks of a docstring's `>>>` lines, which Markdown takes for quotations."""
+    """Turns `>>>` lines of docstrings, which Markdown takes for quotations, into code blocks."""
 
     def run(self, lines: list[str]) -> list[str]:
         text = "\n".join(lines)
@@ -43,7 +44,7 @@ def _fenced(example: re.Match[str]) -> str:
 
 class _ExamplesAreCode(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
-        md.preprocessors.register(_Examples(md), "examples", 40)  # before blocks of code are found
+        md.preprocessors.register(_Examples(md), "examples", 40)  # before code blocks are parsed
 
 
 def on_config(config: Any) -> Any:
@@ -52,7 +53,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie elsewhere, and the pictures that they show."""
+    """Add the pages outside of docs/ and the pictures that they show."""
     for source, place in ELSEWHERE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
     for picture in sorted((ROOT / "paper" / "results").glob("*.svg")):
@@ -71,7 +72,7 @@ def _nav(pages: set[str]) -> list[dict[str, list[str]]]:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Point links to where their pages are here; a file that is on no page becomes its name."""
+    """Rewrite links to pages of the site; a link to a file that is not a page becomes its text."""
     source = {place: where for where, place in ELSEWHERE.items()}
     here = ROOT / source.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     known = {file.src_uri for file in files}

@@ -1,8 +1,9 @@
-"""Train a LeNet on handwritten digits with the full method, and cut smaller models from it.
+"""Train a LeNet on handwritten digits by LoD, and cut smaller models from it.
 
     python examples/digits.py
 
-Uses the 1,797 digits that come with scikit-learn, enlarged to 28×28: nothing is downloaded.
+LoD, low-rank ordered decomposition, is the method of the paper. The data are the 1,797 digits of
+scikit-learn, enlarged to 28×28; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ EPOCHS, BATCH, PENALTY = 60, 32, 1e-3
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return images and labels to train on, then those to test on: every fifth digit."""
+    """Return training images and labels, then test images and labels: every fifth digit."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # (N, 1, 8, 8)
     images = F.interpolate(images, size=28, mode="bilinear") - 0.3
@@ -77,7 +78,7 @@ def main() -> None:
     print(f"\n{lod.summary(model, example)}\n")
     print("model                      params      MACs  accuracy")
     full = accuracy(dense, test_images, test_labels)
-    print(f"dense, trained alike      {start.dense_params:7,}  {start.dense_macs:8,}  {full:8.2%}")
+    print(f"dense, same training      {start.dense_params:7,}  {start.dense_macs:8,}  {full:8.2%}")
     print(f"low-rank before training  {start.params:7,}  {start.macs:8,}  {before:8.2%}")
     for share in (1.0, 0.75, 0.5):
         ranks = {name: max(1, round(share * rank)) for name, rank in lod.ranks(model).items()}
@@ -88,7 +89,7 @@ def main() -> None:
         print(f"{title:24s}  {cost.params:7,}  {cost.macs:8,}  {reached:8.2%}")
     ledger = train.ledger
     print(
-        f"\ntraining cost beside dense: {ledger.relative_macs:.2f}× MACs, "
+        f"\ntraining cost relative to dense: {ledger.relative_macs:.2f}× MACs, "
         f"{ledger.relative_params:.2f}× parameters in memory"
     )
 

@@ -1,10 +1,10 @@
-"""A kind of layer that the library does not know: nn.Bilinear becomes low-rank in one file.
+"""Add a kind of layer: nn.Bilinear becomes low-rank in one file.
 
     python examples/own_layer.py
 
-The weight (out, in1, in2) is seen as a matrix of out rows: u (out, r) times v (r, in1 · in2). So a
-bilinear map to r values comes first, then a linear one. Everything else (sampling, penalty, shrink,
-files, costs, export) follows from this class.
+The weight (out, in1, in2) is treated as a matrix with `out` rows, the product of u (out, r) and
+v (r, in1 · in2): a bilinear map to r values, followed by a linear layer. Sampling, penalty,
+shrinking, files, costs and export use this class; no other code changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import maestro_lod as lod
 
 
 class BilinearThenLinear(nn.Sequential):
-    """The plain form of both factors: torch's Sequential takes one input, this one two."""
+    """The plain form of both factors: a Sequential whose first layer takes two inputs."""
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         first, second = self
@@ -29,7 +29,7 @@ class BilinearThenLinear(nn.Sequential):
 
 @lod.register(nn.Bilinear)
 class LowRankBilinear(lod.LowRank):
-    """y = u·(x1ᵀ v x2) + bias, at the active rank."""
+    """Compute y = u·(x1ᵀ v x2) + bias at the active rank."""
 
     kind = "Bilinear"
     options = ("in1_features", "in2_features", "out_features")

@@ -1,10 +1,10 @@
-"""Cut a model that is trained already, without its training: by a few batches of its data.
+"""Compress a pretrained model from a few batches of its data, without its training.
 
     python examples/pretrained.py
 
-A small network for the digits of scikit-learn stands in for a pretrained model: nothing is
-downloaded. It is cut to shares of its parameters by the SVD of its weights, by what its layers see,
-and with distillation by the original; labels are used to judge alone.
+The pretrained model is a small network for the digits of scikit-learn; nothing is downloaded. It is
+compressed to several sizes in three ways: by the SVD of its weights, with calibration on data, and
+with calibration and distillation. Labels are used for the evaluation only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARES = (0.5, 0.3, 0.2)
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return images and labels to train on, then those to test on: every fourth digit."""
+    """Return training images and labels, then test images and labels: every fourth digit."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8 - 0.6
     labels = torch.tensor(data.target)
@@ -32,7 +32,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def pretrained(images: Tensor, labels: Tensor) -> nn.Module:
-    """Train the stand-in for what one would download."""
+    """Train the model that is then compressed."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
@@ -59,7 +59,7 @@ def count_params(model: nn.Module) -> int:
 
 
 def by_weights(model: nn.Module, share: float) -> nn.Module:
-    """Cut every layer to the same share of its ranks, the largest that keeps the limit."""
+    """Cut every layer to the same share of its ranks, the largest within the limit."""
     low_rank = lod.decompose(copy.deepcopy(model))
     full = lod.ranks(low_rank)
     for percent in range(99, 0, -1):

@@ -3,9 +3,10 @@
     python examples/text.py [--data DIR] [--lines 3000] [--steps 1600] [--only lstm|transformer]
 
 Reads the first lines of multi30k/train.jsonl (English and German captions, one JSON object with
-`en` and `de` per line) below DIR, or below the environment variable LOD_DATA. The LSTM
-predicts the next character of English lines, the transformer translates characters. Adam's penalty
-gradients would stall above the threshold, so ranks are removed by proximal steps.
+`en` and `de` per line) in DIR, or in the directory that the environment variable LOD_DATA names.
+The LSTM predicts the next character of English lines; the transformer translates characters. Under
+Adam, penalty gradients cannot move ranks below the threshold, so ranks are removed by proximal
+steps.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def validate(model: nn.Module, text: Text) -> float:
 
 
 def fit(model: nn.Module, text: Text, steps: int, penalty: float | None) -> float:
-    """Train with Adam, low-rank if a penalty is given; return the validation loss."""
+    """Train with Adam, by LoD if a penalty is given; return the validation loss."""
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     cool = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
     train = None
@@ -140,7 +141,7 @@ def fit(model: nn.Module, text: Text, steps: int, penalty: float | None) -> floa
         if train is not None and (step + 1) % (steps // EPOCHS) == 0:
             train.end_epoch()
             if train.epoch == EPOCHS // 2:
-                train.penalty = 0.0  # the ranks are found; now the weights that are left recover
+                train.penalty = 0.0  # the ranks are chosen; the remaining weights recover
             print(f"  step {step + 1:5d}  total rank {sum(lod.ranks(model).values())}", flush=True)
     return validate(model, text)
 
@@ -151,11 +152,11 @@ def _loss_on(model: nn.Module, source: Tensor, target: Tensor) -> Callable[[Tens
 
 
 def compare(
-    name: str, build: Callable[[], nn.Module], text: Text, steps: int, pressure: float
+    name: str, build: Callable[[], nn.Module], text: Text, steps: int, total_penalty: float
 ) -> bool:
-    """Train dense and low-rank from the same start; say whether the promise holds.
+    """Train dense and low-rank from the same weights; return whether low-rank is nearly as good.
 
-    The penalty acts once per step, so its weight is the pressure that is wanted over all steps.
+    The penalty acts once per step, so `total_penalty` is divided by the number of steps.
     """
     torch.manual_seed(0)
     dense = build()
@@ -165,7 +166,7 @@ def compare(
     began = time.perf_counter()
     dense_loss = fit(dense, text, steps, None)
     dense_seconds, began = time.perf_counter() - began, time.perf_counter()
-    loss = fit(model, text, steps, pressure / steps)
+    loss = fit(model, text, steps, total_penalty / steps)
     seconds = time.perf_counter() - began
     lod.fuse(model)
     small = sum(p.numel() for p in model.parameters())

@@ -1,8 +1,8 @@
-"""A SuperLink and four SuperNodes as real processes on this machine, one per tier.
+"""Run a SuperLink and four SuperNodes as processes on this machine, one per tier.
 
     python examples/flower/processes.py [model.safetensors]
 
-On several machines the same commands run there, with addresses and certificates of their own.
+On several machines, run the same commands with the addresses and certificates of these machines.
 """
 
 import os
@@ -19,7 +19,7 @@ TIERS = ("0.125", "0.25", "0.5", "1.0")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses now."""
+    """Return free ports."""
     sockets = [socket.socket() for _ in range(count)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))
@@ -30,13 +30,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for(port: int, seconds: int = 120) -> None:
-    """Wait until somebody listens."""
+    """Wait until a process listens on the port."""
     for _ in range(seconds):
         with socket.socket() as one:
             if one.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(1)
-    sys.exit(f"nobody listens on port {port} after {seconds} s")
+    sys.exit(f"no process listens on port {port} after {seconds} s")
 
 
 def main(file: Path) -> int:

@@ -1,4 +1,4 @@
-"""Four clients in Flower's simulation engine (pip install 'flwr[simulation]==1.41.0').
+"""Run four clients in Flower's simulation engine (pip install 'flwr[simulation]==1.41.0').
 
 python examples/flower/simulate.py
 """

@@ -1,6 +1,6 @@
-"""A server and clients of four sizes that train one elastic model; both apps of Flower.
+"""Flower apps: a server and clients of four sizes that train one elastic model.
 
-`simulate.py` runs them in Flower's simulation engine, `processes.py` as real processes.
+`simulate.py` runs them in Flower's simulation engine, `processes.py` as processes.
 """
 
 import torch
@@ -25,13 +25,13 @@ def network() -> nn.Module:
 
 
 def samples(part: int) -> tuple[Tensor, Tensor]:
-    """A part of one task: which of four directions is the largest."""
+    """Return one part of the data; the target is the largest of four inputs."""
     x = torch.randn(400, 32, generator=torch.Generator().manual_seed(part + 1))
     return x, x[:, :4].argmax(1)
 
 
 def part_and_tier(context: Context) -> tuple[int, float]:
-    """What whoever started this client said of it; the engine for simulation gives numbers only."""
+    """Return the configured part and tier; the simulation engine configures only the part."""
     part = int(context.node_config["partition-id"])
     return part, float(context.node_config.get("tier", TIERS[part % 4]))
 
@@ -45,9 +45,9 @@ def tell_tier(message: Message, context: Context) -> Message:
 def train(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)
     model, (x, y) = network(), samples(part_and_tier(context)[0])
-    receive_model(model, message)  # as many ranks as were sent
+    receive_model(model, message)  # takes the ranks that were sent
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = lod.LoD(model, optimizer, threshold=None)  # ranks in order of importance, none removed
+    run = lod.LoD(model, optimizer, threshold=None)  # orders ranks and removes none
     for rows in torch.arange(len(y)).split(20):
         with run.step():
             F.cross_entropy(model(x[rows]), y[rows]).backward()

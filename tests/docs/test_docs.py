@@ -20,7 +20,7 @@ from maestro_lod.integrations.huggingface import save_pretrained
 from tests.support.directories import write_llama
 
 ROOT = Path(__file__).parents[2]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 ELSEWHERE = {
     "compare": "test_compare.py",  # trains for minutes: the same call is made there on a small task
     "deploy": "test_export.py",
@@ -38,7 +38,8 @@ def code_of(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-RUN = [page.stem for page in DOCS if page.stem not in ELSEWHERE and code_of(page.stem)]
+PAGES = [path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in DOCS]
+RUN = [page for page in PAGES if page not in ELSEWHERE and code_of(page)]
 
 
 def network() -> nn.Module:
@@ -109,7 +110,7 @@ def test_pages_that_are_run_elsewhere_are_named_there() -> None:
             assert [*(ROOT / "tests").rglob(name)], name
 
 
-@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", DOCS, ids=PAGES)
 def test_every_link_of_a_page_leads_to_a_file(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
         assert (document.parent / target).exists(), target
@@ -123,7 +124,7 @@ def test_every_page_has_its_place_in_the_menu() -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ORDER"
     )
     named = {page for pages in ast.literal_eval(order).values() for page in pages}
-    assert {page.stem for page in DOCS} <= named
+    assert {*PAGES} <= named
 
 
 IMPORTS = re.compile(r"(?:from|import) (maestro_lod[\w.]*)|\b(maestro_lod(?:\.[a-z_]+)+)\.\w+")
@@ -162,7 +163,7 @@ def test_every_public_name_in_an_example_of_a_docstring_exists() -> None:
 
 
 def test_no_page_says_that_live_wrappers_are_refused() -> None:
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in DOCS:
         for line in page.read_text(encoding="utf-8").splitlines():
             assert not ("live" in line and "DDP" in line and "refused" in line), page
 

@@ -6,6 +6,10 @@ import re
 import runpy
 from pathlib import Path
 
+import torch
+
+import maestro_lod as lod
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -13,17 +17,33 @@ def readme() -> str:
     return (ROOT / "README.md").read_text()
 
 
-def test_the_example_runs_and_ends_smaller(tmp_path, monkeypatch, capsys):
+def test_the_example_runs_and_gives_good_small_models(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = re.search(r"```python\n(.*?)```", readme(), re.DOTALL).group(1)
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert "total" in capsys.readouterr().out
-    last = names["done"].history[-1]
-    assert last.relative_params <= 0.3
-    assert last.train["accuracy"] > 0.8
-    sizes = [sum(p.numel() for p in names[m].parameters()) for m in ("model", "small", "tiny")]
-    assert sizes[0] > sizes[1] > sizes[2]
+    x, y, dense = names["x"], names["y"], names["LeNet"]()
+    summary = lod.summary(names["small"], x[:1])
+    assert summary.macs <= 0.4 * lod.summary(dense, x[:1]).macs
+    assert lod.summary(names["tiny"], x[:1]).fused_params <= 0.3 * count(dense)
+    for name in ("model", "small", "tiny"):
+        with torch.no_grad():
+            right = names[name](x).argmax(1) == y
+        assert right.float().mean() > 0.8, name
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_the_first_training_is_one_for_every_size():
+    recipe = re.search(r"```yaml\n(.*?)```", readme(), re.DOTALL).group(1)
+    commands = re.search(r"```sh\n(lod train.*?)```", readme(), re.DOTALL).group(1)
+    assert "elastic: 0.1" in recipe and "budget" not in recipe
+    first, *others = [line for line in commands.splitlines() if line.startswith("lod train")]
+    assert first.split("#")[0].split() == ["lod", "train", "my.yaml"]
+    assert all("--out" in line for line in others)  # a second training in a directory of its own
 
 
 def test_every_linked_file_exists():
