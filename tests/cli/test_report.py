@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import maestro_lod as lod
-from maestro_lod import markup, plot
+from maestro_lod import text as markup_text
 from maestro_lod.cli.report import charts, text, write_report
 from maestro_lod.cli.report.runs import read_runs
 from maestro_lod.errors import CheckpointError, MaestroError, OptionError

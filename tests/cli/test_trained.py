@@ -433,10 +433,10 @@ def test_a_dense_run_stands_beside_the_sizes(
         assert lod_program("train", "digits", *TINY, *options, "--out", str(tmp_path / name)) == 0
     result = Run.open(tmp_path / "plain").result()
     capsys.readouterr()
-    assert lod_program("bench", str(finished), "--beside", str(tmp_path / "plain")) == 0
+    assert lod_program("bench", str(finished), "--reference", str(tmp_path / "plain")) == 0
     row = capsys.readouterr().out.splitlines()[2]
     assert row.startswith("run plain ") and row.endswith(f"{result['test']['accuracy']:.4f}")
-    assert lod_program("bench", str(finished), "--beside", str(tmp_path / "other")) == 2
+    assert lod_program("bench", str(finished), "--reference", str(tmp_path / "other")) == 2
     assert "was trained on other data" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Training methods by name; each is imported when it is named, and others can be registered."""
+"""Training methods by name; each is imported on use, and others can be registered."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _rehearse(recipe: Recipe, model: nn.Module, data: Data) -> None:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(0, device=device).tolist()  # which the meta device cannot
+        torch.empty(0, device=device).tolist()  # not possible on the meta device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise OptionError(

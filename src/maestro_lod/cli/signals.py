@@ -1,4 +1,4 @@
-"""Signals and errors that end a training, with a hint on how to resume."""
+"""Signals and errors that end a training, with the command that resumes it."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Trained:
     model: nn.Module
     data: Data
     plain: nn.Module | None = None
-    """The run's own model where that is not low-rank, weight by weight: zeros stay zeros in it."""
+    """The model of the run if it is not low-rank; zero weights stay zero in it."""
 
     @classmethod
     def of(cls, run: Run) -> Trained:
@@ -151,7 +151,7 @@ def find_frontier(
             "measured_on": {"loss": "training", "accuracy": held_out},
         }
         run.write_json("frontier.json", {**json.loads(found.to_json()), **of_model})
-        if trained.plain is None:  # one file, every size, and how to choose among them
+        if trained.plain is None:  # one file with every size and the ranks to choose from
             save(trained.model, run.model_file, frontier=found)
         shutil.rmtree(resume, ignore_errors=True)
         write_report([run.directory], run.directory / "report.html")
@@ -264,7 +264,7 @@ def _finetuned(trained: Trained, epochs: int, plain: nn.Module) -> None:
 def require_deployable(
     limits: Mapping[str, float], formats: Sequence[str], out: Path, *, int8: bool = False
 ) -> None:
-    """Refuse unusable options before anything is loaded, searched or written."""
+    """Raise OptionError for unusable options before anything is loaded or written."""
     if limits:
         require_limits(limits)
     require_usable(out, formats)

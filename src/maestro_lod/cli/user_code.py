@@ -76,9 +76,10 @@ def own_function(name: str, what: str, code: object = None) -> Callable[..., Any
 
 
 def parameters_of(function: Callable[..., Any], what: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function; raise OptionError if they cannot be read."""
     try:
         return inspect.signature(function).parameters
-    except ValueError as error:  # some that are written in C
+    except ValueError as error:  # some functions in C have no signature
         raise OptionError(f"{what} cannot be called: {error}.") from None
 
 
@@ -113,9 +114,10 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for a name that is neither built in nor a user function."""
     return (
-        f"there is no {what} {name!r}.{nearest_name(name, known)} Known: {listed(known, 12)}; "
-        "or name your own as package.module:function."
+        f"{what} {name!r} is unknown.{nearest_name(name, known)} Known: {listed(known, 12)}. "
+        "Name a function of your own as package.module:function."
     )
 
 
@@ -125,6 +127,7 @@ def failure(what: str, error: Exception, own: bool = True) -> MaestroError:
 
 
 def with_article(value: object) -> str:
+    """Return the type of a value with its article, such as `an int`."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
@@ -149,7 +152,7 @@ def remember_trust(settings: Mapping[str, Any]) -> None:
     functions = _functions(settings)
     if not functions or _digest(functions) in _trusted():
         return
-    with suppress(OSError):  # the next command asks for consent
+    with suppress(OSError):  # the next command asks again
         _file().parent.mkdir(parents=True, exist_ok=True)
         with _file().open("a", encoding="ascii") as file:
             file.write(f"{_digest(functions)}\n")

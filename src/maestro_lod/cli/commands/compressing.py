@@ -76,14 +76,13 @@ def compress(
     no_correction: NoCorrection = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Cut a pretrained model to a limit, by data and without training.
+    """Compress a pretrained model to a limit, using data but no training.
 
     Writes the model with all smaller sizes in it (for maestro_lod's from_pretrained, or load), and
     with --to onnx a file that needs no library. Finished stages are kept in OUT.unfinished until
     all is written: after a kill, the same command resumes there.
 
     Examples:
-
       lod compress ./MiniLM --data sentences.txt --max-params 0.7 --out small
 
       lod compress ./llama --data stories.jsonl --max-params 0.5 --distill-steps 500 --out small
@@ -129,7 +128,6 @@ def distill(
     after. If it did not fall, the weights from before are written.
 
     Example:
-
       lod distill small --teacher ./llama --data stories.jsonl --steps 500 --out distilled
     """
     with unfinished(out) as work:
@@ -162,7 +160,10 @@ def _opened(
     path = Path(source)
     if path.is_dir():
         if data is None:
-            raise OptionError("--data is missing: what the model sees decides what can go.")
+            raise OptionError(
+                "--data is missing. Give text that the model is used on; it decides which ranks to "
+                "keep."
+            )
         model = _extra("maestro_lod.integrations.model_texts").open_model(path)
         batches, measured = distillation.hold_out(_batches(data, path, _with_held_out(count)))
         return model, batches, Quality(model, measured), False

@@ -29,7 +29,7 @@ def demo(
         f"lod train digits --set method=dense {_TRAINING} --out {at}/dense --quiet",
         f"lod deploy {at}/digits --max-params 15% --finetune-epochs 2 --to pt2 --to safetensors "
         f"--out {at}/phone",
-        f"lod bench {at}/digits --beside {at}/dense",
+        f"lod bench {at}/digits --reference {at}/dense",
     )
     for command in commands:  # in one process: importing torch takes longer than training
         say(f"\n$ {command}")

@@ -1,4 +1,4 @@
-"""The page: its parts in order, with style and script inside."""
+"""Page of the report: its sections, style and script in one file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ICON = (
 
 
 def page(runs: Sequence[ReportedRun]) -> str:
-    """Return the whole page about runs as HTML."""
+    """Return the page about some runs as HTML."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     sections = _sections(runs)
     return document(
@@ -40,13 +40,13 @@ def page(runs: Sequence[ReportedRun]) -> str:
 def document(
     title: str, *, above: Sequence[Markup | None], content: Sequence[Markup | None]
 ) -> str:
-    """Return a page that needs nothing else; `above` comes with the title."""
+    """Return a self-contained page; `above` follows the title."""
     script = _resource("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        # nothing is fetched, and no script but ours runs, whatever a file may have said
+        # nothing is loaded and no other script runs, whatever the files contain
         tag(
             "meta",
             http_equiv="Content-Security-Policy",
@@ -80,7 +80,7 @@ def _sections(runs: Sequence[ReportedRun]) -> list[PageSection]:
 
 
 def _links(runs: Sequence[ReportedRun], sections: Sequence[PageSection]) -> Markup:
-    """Return links to the sections; those of one run among several have one link together."""
+    """Return links to the sections; the sections of one run among several share a link."""
     links = []
     for series, group in groupby(sections, key=lambda section: section.series):
         found = list(group)
@@ -92,7 +92,7 @@ def _links(runs: Sequence[ReportedRun], sections: Sequence[PageSection]) -> Mark
 
 
 def section_of(section: PageSection) -> Markup:
-    """Return a section under its heading."""
+    """Return a section with its heading."""
     mark = None if section.series is None else badge(section.series)
     heading = tag("h2", mark, section.title, id=section.id)
     return tag("section", heading, section.body, aria_labelledby=section.id)
@@ -100,7 +100,7 @@ def section_of(section: PageSection) -> Markup:
 
 def _subtitle(runs: Sequence[ReportedRun]) -> Markup | None:
     if len(runs) > 1:
-        return tag("p", "Side by side: ", ", ".join(run.name for run in runs), class_="lead")
+        return tag("p", "Comparison of ", ", ".join(run.name for run in runs), class_="lead")
     description = runs[0].config.get("description")
     return tag("p", str(description), class_="lead") if description else None
 
