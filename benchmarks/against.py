@@ -37,13 +37,14 @@ Work = Callable[[], object]
 
 def model_named(name: str) -> nn.Module:
     """Build a model of the program, wherever this version keeps them."""
-    for place in ("maestro_lod.cli.models", "maestro_lod.tasks.models"):
+    places = ("cli.models.lenet", "baselines.models", "app.models", "tasks.models")
+    for place in places:
         try:
-            models = importlib.import_module(place)
-        except ModuleNotFoundError:
+            build = getattr(importlib.import_module(f"maestro_lod.{place}"), name)
+        except (ModuleNotFoundError, AttributeError):
             continue
         torch.manual_seed(0)
-        model: nn.Module = getattr(models, name)()
+        model: nn.Module = build()
         return model
     raise SystemExit(f"there is no model {name} in this version")
 

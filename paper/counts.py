@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maestro_lod import RankSampler, summary
-from maestro_lod.cli.models import MODELS
+from maestro_lod.cli.registry import MODELS
 from maestro_lod.model.cost import Summary, count_params
 from maestro_lod.model.inputs import Example
 from maestro_lod.model.structure import restructure, uninitialized

@@ -230,8 +230,8 @@ def test_more_trials_seeds_and_sizes_keep_the_runs_that_there_were(recipe: str) 
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"sizes": ()}, "sizes=none: give shares"),
-        ({"sizes": (0.5, 1.5)}, "sizes=0.5, 1.5: give shares of the dense model between 0 and 1"),
+        ({"sizes": ()}, "sizes are not between 0 and 1: none. Give shares"),
+        ({"sizes": (0.5, 1.5)}, "sizes are not between 0 and 1: 0.5, 1.5. Give shares"),
         ({"seeds": 0}, "seeds=0 must be at least 1"),
         ({"lr_trials": 0}, "lr_trials=0 must be at least 1"),
         ({"lr_epochs": 0}, "lr_epochs=0 must be at least 1"),
@@ -404,21 +404,20 @@ def test_each_thing_that_is_missing_is_a_line_and_the_others_go_on(
     Path("task.yaml").write_text(RECIPE.replace("own:model", "own:fixed"))
     said: list[str] = []
     found = compare(
-        recipe, ["dense", "narow", "narrow", "svd", "lod"], out=tmp_path / "out", sizes=(0.6, 0.01),
+        recipe, ["dense", "narrow", "svd", "lod"], out=tmp_path / "out", sizes=(0.6, 0.01),
         lr_trials=1, say=said.append,
     )  # fmt: skip
     assert {(row.method, row.size) for row in found.rows} == {
         ("dense", None), ("svd", 0.6), ("lod", 0.6),
     }  # fmt: skip
     missing = dict(found.missing)
-    assert "Did you mean 'narrow'?" in missing["narow"]
     assert "must take a whole number as `width`" in missing["narrow at 0.6×, seed 0"]
     assert "no submodel meets" in missing["svd at 0.01×, seed 0"]
     assert "lod at 0.01×, seed 0" in missing
     assert all("\n" not in reason for reason in missing.values())
     for what in missing:
         assert f"missing: {what}: " in str(found)
-    assert sum("narow" in line for line in said) == 1
+    assert len(said) == len(set(said))
 
 
 def test_a_learning_rate_that_diverges_is_not_chosen_nor_tried_again(
@@ -448,7 +447,7 @@ def test_without_validation_data_no_learning_rate_can_be_chosen(
 
 
 def test_an_unknown_method_is_refused_before_anything_starts(recipe: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"^there is no method 'lo'\. Did you mean 'lod'"):
+    with pytest.raises(OptionError, match=r"^method 'lo' is unknown\. Did you mean 'lod'"):
         compare(recipe, ["dense", "lo"], sizes=(0.5,), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -482,8 +481,8 @@ def test_the_command_prints_the_table_and_writes_page_and_json(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--sizes", "half"), "--sizes 'half' must be shares of the dense model"),
-        (("--sizes", "2"), "sizes=2: give shares"),
+        (("--sizes", "half"), "--sizes is not a list of numbers: 'half'. Give shares"),
+        (("--sizes", "2"), "sizes are not between 0 and 1: 2. Give shares"),
         (("--methods", "lodd"), "Did you mean 'lod'?"),
         (("--set", "epoch=3"), "there is no setting 'epoch'"),
     ],

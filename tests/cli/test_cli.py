@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from maestro_lod.cli import main as cli
-from maestro_lod.cli.commands import listing
+from maestro_lod.cli.commands import demo
 from maestro_lod.cli.display import Display
 from maestro_lod.cli.recipe import recipe_names
 from maestro_lod.cli.report import runs as report_runs
@@ -191,7 +191,7 @@ WRONG = {
     "train digits --set schedule=milestones": "'schedule.epochs' is missing",
     "train digits --set optimizer.nesterov=true --set optimizer.momentum=0": "needs a momentum",
     "train digits --set distill=true": "distill needs its teacher: set full_pass=true too",
-    "train digits --set method=dense --set penalty=0.1": "method=dense has no use for penalty",
+    "train digits --set method=dense --set penalty=0.1": "method=dense does not use penalty",
     f"{DIGITS} --set budget.params=25": "is too small: rank 1 in every layer",
     f"{DIGITS} --set budget.macs=25": "Did you mean macs='25%'?",
     "train digits --set budget.params=25.0": "a percentage or a count: write '25%' or 25.",
@@ -243,7 +243,7 @@ WRONG = {
     "report finished nowhere": "there is no such directory",
     "report damaged": "damaged/config.yaml is not valid YAML",
     "summary full": "full contains no run",
-    "summary finished --set epochs=3": "--set changes a recipe; the settings of a run are fixed",
+    "summary finished --set epochs=3": "--set does not apply to a finished run: finished.",
     "summary unfinished": "has not finished. Resume with: lod resume unfinished",
 }
 
@@ -345,13 +345,13 @@ def test_unexpected_trouble_with_files_is_one_line(
     def refused(*_: Any) -> None:
         raise PermissionError(13, os.strerror(13), "some/file")
 
-    monkeypatch.setattr(listing, "recipe_names", refused)
+    monkeypatch.setattr(demo, "recipe_names", refused)
     done = lod("recipes")
     assert (done.code, done.err) == (1, "lod: some/file: Permission denied.\n")
 
 
 def test_our_own_fault_is_owned_up_to(lod: Lod, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "recipe_names", lambda: 1 / 0)
+    monkeypatch.setattr(demo, "recipe_names", lambda: 1 / 0)
     done = lod("recipes")
     assert done.code == 1
     assert done.err.startswith("Traceback") and "ZeroDivisionError" in done.err

@@ -182,7 +182,7 @@ def test_models_that_cannot_be_compressed_are_one_line(own, kind, capsys):
     Path("mine.yaml").write_text(f"model: {module}:{kind}\ndata: {module}:data\nepochs: 1\n")
     assert lod_command("compress", "mine.yaml", "--max-params", "0.5", "--out", "out") in (1, 2)
     told = capsys.readouterr().err
-    assert "fault of lod" not in told and "Traceback" not in told
+    assert "bug in lod" not in told and "Traceback" not in told
     assert not Path("out").exists()
 
 

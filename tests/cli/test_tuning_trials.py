@@ -557,8 +557,8 @@ def test_a_search_is_only_continued_with_the_same_limits(storage: str):
     with pytest.raises(OptionError) as refused:
         tune(within, **{**LIMITS, "max_params": 900}, storage=storage, about={"model": "lenet"})
     assert str(refused.value) == (
-        f"the search 'lod' in storage {storage} has max_params=1000, not 900. Give the same to go "
-        "on with it, or another name or storage."
+        f"the search 'lod' in storage {storage} has max_params=1000, not 900. Give the same to "
+        "continue it, or another name or storage."
     )
     with pytest.raises(OptionError, match="has model=lenet, not vgg"):
         tune(within, **LIMITS, storage=storage, about={"model": "vgg"})
@@ -761,8 +761,8 @@ def test_a_storage_that_is_lost_on_the_way_is_one_line(tmp_path: Path):
     with pytest.raises(TrainingError) as lost:
         tune(objective, **LIMITS, storage=f"sqlite:///{database}")
     assert re.fullmatch(
-        r"the search's storage can no longer be used \(.*\)\. What was learnt is in it: start "
-        r"again once it can be reached, and the search goes on\.",
+        r"the storage of the search cannot be used any more \(.*\)\. Make it available and start "
+        r"the search again: it continues with all finished trials\.",
         str(lost.value),
     )
 

@@ -57,7 +57,8 @@ class SpectralSettings(Factorizing, SizedSettings):
         layers = {name: modules[name] for name in found if _can_be_pair(modules.get(name))}
         if not layers:
             raise OptionError(
-                f"{type(model).__name__} has no linear layer or convolution that can be factorized. "
+                f"{type(model).__name__} has no linear layer or convolution that can be "
+                "factorized. "
                 "Choose another method."
             )
         shapes = {name: _matrix(layer.weight).shape for name, layer in layers.items()}

@@ -52,7 +52,7 @@ COMMANDS = {
         "cli.commands.demo",
         "Run a demonstration in half a minute: train, find every size, deploy one, compare.",
     ),
-    "recipes": ("cli.commands.listing", "List the recipes of the library."),
+    "recipes": ("cli.commands.demo", "List the recipes of the library."),
     "frontier": (
         "cli.commands.results",
         "Search the best ranks of every size, without training, and add them to the report.",
@@ -83,7 +83,6 @@ COMMANDS = {
 
 _RENAMED = {
     "heal": "distill",
-    "bench --beside": "--reference",
     "deploy --fast": "--prefer-speed",
     "deploy --heal": "--finetune-epochs",
     "compress --fast": "--no-correction",

@@ -12,8 +12,8 @@ import torch
 from pydantic import BeforeValidator, Field, ValidationError, create_model, model_validator
 from torch.optim import Optimizer
 
-from maestro_lod.cli.methods import METHODS, method_named
 from maestro_lod.cli.recipe_files import recipe_names, recipe_text
+from maestro_lod.cli.registry import METHODS, method_named
 from maestro_lod.cli.sections import (
     Count,
     NonNegative,

@@ -12,8 +12,8 @@ from torch.optim import SGD, Optimizer
 
 from maestro_lod.cli import recipe as settings
 from maestro_lod.cli.data import Data, load_data
-from maestro_lod.cli.models import MODELS
 from maestro_lod.cli.recipe import Recipe
+from maestro_lod.cli.registry import MODELS
 from maestro_lod.cli.user_code import (
     called,
     failure,

@@ -60,8 +60,8 @@ def own_function(name: str, what: str, code: object = None) -> Callable[..., Any
     except ImportError as error:
         raise OptionError(
             f"{what} {name!r}: cannot import {module_name!r} ({error}). Modules are searched in "
-            "the working directory and in the recipe's setting `code`: the folder it was in when "
-            "its run began. If they have moved, start lod beside them or change `code`."
+            "the working directory and in the folder of the recipe's setting `code`. If they have "
+            "moved, start lod in their folder or change `code`."
         ) from None
     except Exception as error:
         raise failure(f"{what} {name!r} cannot be imported", error) from error

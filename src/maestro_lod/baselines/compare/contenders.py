@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from maestro_lod.cli.methods import METHODS
 from maestro_lod.cli.recipe import method_of
+from maestro_lod.cli.registry import METHODS
 from maestro_lod.errors import OptionError, listed, suggest
 from maestro_lod.train.method import Settings
 

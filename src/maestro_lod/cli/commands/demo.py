@@ -1,4 +1,4 @@
-"""Command `lod demo`."""
+"""Commands for a first look: `lod demo` and `lod recipes`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from maestro_lod.cli.main import app
+from maestro_lod.cli.recipe_files import recipe_names, recipe_text
 from maestro_lod.cli.terminal import say
 
 _TRAINING = (
@@ -36,4 +38,12 @@ def demo(
         code = app(args=shlex.split(command)[1:], prog_name="lod", standalone_mode=False)
         if code:
             raise typer.Exit(code)
-    say(f"\nevery size on a slider: {out / 'digits' / 'report.html'}")
+    say(f"\nreport with a slider over all sizes: {out / 'digits' / 'report.html'}")
+
+
+def recipes() -> None:
+    """List the recipes of the library."""
+    names = recipe_names()
+    width = max(map(len, names))
+    for name in names:
+        say(f"{name:{width}}  {yaml.safe_load(recipe_text(name))['description']}")

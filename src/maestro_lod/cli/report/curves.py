@@ -154,7 +154,7 @@ def _costs(run: ReportedRun) -> dict[str, tuple[float | None, float | None]]:
 
 
 def other_curves(runs: Sequence[ReportedRun]) -> PageSection | None:
-    """Return every other number of the epochs that changes: learning rate, penalty, time."""
+    """Return charts of all other numbers that change over epochs, such as the learning rate."""
     charts = []
     for key in _keys(runs):
         lines = _lines(runs, key)
@@ -167,7 +167,7 @@ def other_curves(runs: Sequence[ReportedRun]) -> PageSection | None:
 
 
 def _keys(runs: Sequence[ReportedRun]) -> list[str]:
-    """Return what the epochs of all runs record."""
+    """Return the keys that the epochs of all runs record."""
     return list(
         dict.fromkeys(key for run in runs for epoch in run.epochs for key in epoch.numbers())
     )

@@ -61,7 +61,7 @@ def open_study(
         if settings.get(key) != saved.get(key):
             raise OptionError(
                 f"the search {name!r} in storage {place} has {key}={saved.get(key)}, not "
-                f"{settings.get(key)}. Give the same to go on with it, or another name or storage."
+                f"{settings.get(key)}. Give the same to continue it, or another name or storage."
             )
     return study
 
