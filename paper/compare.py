@@ -1,4 +1,4 @@
-"""Figure 3 and Tables 1 to 3 and 15, scaled down: every method on one task, on the same terms."""
+"""Figure 3 and Tables 1 to 3 and 15, scaled down: all methods on one task, on equal terms."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _printed(method: str) -> list[str]:
-    """Return what the paper prints of a method: accuracy and size, model by model."""
+    """Return accuracy and size of a method as the paper prints them, for each model."""
     known = [table.get(method) for table in COMPARED.values()]
     return ["–" if it is None else f"{it[0]:.2f} % at {times(it[1])}" for it in known]
 
 
 def judgement(result: dict[str, Any]) -> str:
-    """Say which orders of the paper hold here: Maestro beside each other method."""
+    """Describe for which methods the order of the paper, relative to Maestro, holds here."""
     found = Comparison.from_dict(result)
     groups: dict[str, list[str]] = {"holds": [], "is the other way round": [], "depends": []}
     for method in METHODS:
@@ -127,7 +127,7 @@ def judgement(result: dict[str, Any]) -> str:
         for wins in [sum(other.mean > ours.mean for ours, other in pairs)]
     ]
     said += unpublished
-    return f"On the same terms ({found.recipe}, seeds: {found.seeds}): {'; '.join(said)}."
+    return f"On equal terms ({found.recipe}, seeds: {found.seeds}): {'; '.join(said)}."
 
 
 _ENDS = {
@@ -138,7 +138,7 @@ _ENDS = {
 
 
 def _pairs(found: Comparison, method: str) -> list[tuple[Row, Row]]:
-    """Return our rows beside those of another method of the same size, or of a size of its own."""
+    """Return pairs of our rows and those of another method of the same size."""
     ours = {row.size: row for row in found.rows if row.method == "lod"}
     others = [row for row in found.rows if row.method == method]
     if not ours:
