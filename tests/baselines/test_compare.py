@@ -1,19 +1,10 @@
-"""`lod compare`: equal terms for all, runs that go on and are reused, and what cannot be had.
-
-Run as a script, this file kills a comparison at random moments: see `main`.
-"""
+"""`lod compare`: equal conditions for all methods, resumed and shared runs, missing models."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import random
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
@@ -499,45 +490,3 @@ def test_the_help_names_every_contender(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("narrow", "elastic"))
     assert {"lod", "dense", "narrow", "svd", "elastic"} <= {*known()}
-
-
-def main() -> None:
-    """Kill a comparison ten times at random moments, and hold its table against a whole one."""
-    draw = random.Random(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        write_task(place)
-        command = [
-            *(sys.executable, "-m", "maestro_lod", "compare", "task.yaml", "--sizes"),
-            *("0.6,0.5", "--seeds", "2", "--lr-trials", "2", "--methods", ",".join(METHODS)),
-            *("--quiet", "--set", "epochs=40"),
-        ]
-        options: dict[str, Any] = {"cwd": place, "stdout": subprocess.DEVNULL}
-        start = time.monotonic()
-        subprocess.run([*command, "--out", "whole"], check=True, **options)
-        lasted, kills = time.monotonic() - start, 0
-        while kills < 10:
-            process = subprocess.Popen([*command, "--out", "killed"], **options)
-            try:
-                process.wait(draw.uniform(2.0, 2.0 + 0.12 * lasted))
-                break  # it came to the end
-            except subprocess.TimeoutExpired:
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait()
-                kills += 1
-        subprocess.run([*command, "--out", "killed"], check=True, **options)
-        one, other = (
-            json.loads((place / out / "compare.json").read_text()) for out in ("whole", "killed")
-        )
-        for said in (one, other):
-            said["fronts"].pop("latency")
-            for row in said["rows"]:
-                del row["latency"], row["seconds"]
-        sys.stdout.write(
-            f"{kills} kills, whole in {lasted:.0f} s: the same table: {one == other}\n"
-        )
-        sys.exit(one != other)
-
-
-if __name__ == "__main__":
-    main()

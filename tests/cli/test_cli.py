@@ -421,6 +421,8 @@ def test_tensorboard_that_is_not_installed_is_one_line(
 # -- stopping ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_ctrl_c_saves_and_says_how_to_go_on(
     lod: Lod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

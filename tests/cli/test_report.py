@@ -766,6 +766,7 @@ def opened(browser, tmp_path):
     assert faults == []
 
 
+@pytest.mark.browser
 @in_browser
 @pytest.mark.parametrize("width", [1280, 375])
 def test_a_page_fits_the_screen(opened, tmp_path, width):
@@ -798,6 +799,7 @@ OVERLAPS = """() => [...document.querySelectorAll('.plot svg')].flatMap(svg => {
 })"""
 
 
+@pytest.mark.browser
 @in_browser
 @pytest.mark.parametrize("width", [1280, 375])
 def test_no_text_of_a_chart_covers_another(opened, tmp_path, width):
@@ -809,6 +811,7 @@ def test_no_text_of_a_chart_covers_another(opened, tmp_path, width):
     assert opened(run, width=width).evaluate(OVERLAPS) == []
 
 
+@pytest.mark.browser
 @in_browser
 def test_hovering_and_arrow_keys_tell_the_values(opened, tmp_path):
     run = write_run(tmp_path / "run")
@@ -832,6 +835,7 @@ def test_hovering_and_arrow_keys_tell_the_values(opened, tmp_path):
     assert not tooltip.is_visible()
 
 
+@pytest.mark.browser
 @in_browser
 def test_a_tooltip_stays_on_a_narrow_screen(opened, tmp_path):
     page = opened(write_run(tmp_path / ("long-name" * 9)), write_run(tmp_path / "b"), width=375)
@@ -845,6 +849,7 @@ def test_a_tooltip_stays_on_a_narrow_screen(opened, tmp_path):
         assert page.evaluate("document.documentElement.scrollWidth") == 375
 
 
+@pytest.mark.browser
 @in_browser
 def test_the_slider_picks_the_best_size_within_the_budget(opened, tmp_path):
     run = write_run(tmp_path / "run", frontier=True)
@@ -876,6 +881,7 @@ def test_the_slider_picks_the_best_size_within_the_budget(opened, tmp_path):
     assert points[0]["params"] == chosen("params")["params"]  # Home: the smallest there is
 
 
+@pytest.mark.browser
 @in_browser
 def test_without_a_script_charts_and_numbers_are_there(opened, tmp_path):
     page = opened(write_run(tmp_path / "run", frontier=True), java_script_enabled=False)
@@ -884,6 +890,7 @@ def test_without_a_script_charts_and_numbers_are_there(opened, tmp_path):
     assert not page.locator("input[type=range]").is_visible()
 
 
+@pytest.mark.browser
 @in_browser
 def test_hostile_names_do_nothing(opened, tmp_path):
     layers = {f"{HOSTILE}{i}": shape for i, shape in enumerate(LENET.values())}
