@@ -20,7 +20,6 @@ from maestro_lod.cli.report.parts import (
 )
 from maestro_lod.cli.report.runs import METRICS, ReportedRun, SplitScore, number
 from maestro_lod.cli.report.text import duration, of_dense, plain, quantity, times
-from maestro_lod.model.plot import colour
 from maestro_lod.text import Markup, joined, tag
 
 
@@ -51,15 +50,13 @@ def _status(run: ReportedRun, *, alone: bool) -> Markup | None:
     return tag("p", tag("b", subject), " ", text, class_="notice")
 
 
-def headline(runs: Sequence[ReportedRun]) -> Markup | None:
-    """Return the cards: one per key figure of a single run, or one per run."""
-    if len(runs) == 1:
-        cards = list(_number_cards(runs[0]))
-        return tag("div", *cards, class_="cards") if cards else None
-    return tag("div", *(_run_card(run, i) for i, run in enumerate(runs)), class_="cards runs")
+def key_figures(run: ReportedRun) -> Markup | None:
+    """Return one card per key figure of a run; None if it has none yet."""
+    cards = list(_cards(run))
+    return tag("div", *cards, class_="cards") if cards else None
 
 
-def _number_cards(run: ReportedRun) -> Iterator[Markup]:
+def _cards(run: ReportedRun) -> Iterator[Markup]:
     if score := run.score():
         others = [run.score_on(score.split, m) for m in METRICS if m != score.metric]
         others_text = ", ".join(f"{named(s.metric)} {show(s.metric)(s.value)}" for s in others if s)
@@ -92,32 +89,6 @@ def _card(name: str, value: str, remark: str, share: float | None = None) -> Mar
         None if share is None else bar(share),
         tag("p", remark),
         class_="card s0",
-    )
-
-
-def _run_card(run: ReportedRun, series: int) -> Markup:
-    score = run.score()
-    facts = [
-        (name, of_dense(size.value, size.relative), size.relative)
-        for kind, name in SIZES.items()
-        if (size := run.size(kind)).value is not None
-    ]
-    training = number(run.ledger, "relative_macs")
-    if training is not None:
-        facts.append(("training MACs", times(training), training))
-    return tag(
-        "div",
-        tag("p", run_label(run, series), class_="name"),
-        tag("p", show(score.metric)(score.value) if score else "–", class_="value"),
-        tag("p", f"{score.split} {named(score.metric)}" if score else "no epoch is finished"),
-        tag(
-            "dl",
-            *(
-                tag("div", tag("dt", name), tag("dd", text), None if share is None else bar(share))
-                for name, text, share in facts
-            ),
-        ),
-        class_=f"card {colour(series)}",
     )
 
 

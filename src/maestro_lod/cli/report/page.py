@@ -12,7 +12,7 @@ from maestro_lod.cli.report.charts import badge
 from maestro_lod.cli.report.curves import cost, curves, other_curves, planes
 from maestro_lod.cli.report.frontier import frontier
 from maestro_lod.cli.report.layers import layers, ranks
-from maestro_lod.cli.report.overview import comparison, environment, headline, notices, settings
+from maestro_lod.cli.report.overview import comparison, environment, key_figures, notices, settings
 from maestro_lod.cli.report.parts import PageSection
 from maestro_lod.cli.report.runs import ReportedRun
 from maestro_lod.text import Markup, tag
@@ -25,15 +25,20 @@ _ICON = (
 
 def page(runs: Sequence[ReportedRun]) -> str:
     """Return the page about some runs as HTML."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    alone = len(runs) == 1
+    title = runs[0].name if alone else f"{len(runs)} runs"
     sections = _sections(runs)
     return document(
         title,
         above=[
             _subtitle(runs),
-            *(part for run in runs for part in notices(run, alone=len(runs) == 1)),
+            *(part for run in runs for part in notices(run, alone=alone)),
         ],
-        content=[headline(runs), _links(runs, sections), *map(section_of, sections)],
+        content=[
+            key_figures(runs[0]) if alone else None,
+            _links(runs, sections),
+            *map(section_of, sections),
+        ],
     )
 
 
