@@ -6,16 +6,16 @@ import sys
 from typing import Any
 
 from maestro_lod.baselines.compare import Comparison, Row, compare
-from maestro_lod.baselines.compare.page import page
-from maestro_lod.baselines.compare.words import (
-    best,
-    costs,
-    ranked,
-    score,
-    setting,
-    size_of,
-    winning,
+from maestro_lod.baselines.compare.comparison_text import (
+    cost_texts,
+    describe_conditions,
+    describe_front,
+    describe_winner,
+    score_text,
+    size_text,
+    sorted_rows,
 )
+from maestro_lod.baselines.compare.page import page
 from maestro_lod.cli.report.text import times
 from paper.published import COMPARED
 from paper.scale import Scale
@@ -74,7 +74,8 @@ def _page(found: Comparison) -> str:
 def markdown(result: dict[str, Any]) -> str:
     found = Comparison.from_dict(result)
     lines = [
-        f"{setting(found)} [As a page](results/{_page(found)}.html). The paper has these methods "
+        f"{describe_conditions(found)} [As a page](results/{_page(found)}.html). The paper has "
+        "these methods "
         "on other models, each at a size of its own; its numbers are here for their order.",
         "",
         "| size | method | params | MACs | bytes | training | test accuracy "
@@ -82,11 +83,15 @@ def markdown(result: dict[str, Any]) -> str:
         + "|",
         "|---" * (7 + len(COMPARED)) + "|",
     ]
-    for row in ranked(found):
-        params, macs, size, _, training = costs(found, row)
-        cells = [size_of(row), row.method, params, macs, size, training, score(found, row)]
+    for row in sorted_rows(found):
+        params, macs, size, _, training = cost_texts(found, row)
+        cells = [size_text(row), row.method, params, macs, size, training, score_text(found, row)]
         lines.append(f"| {' | '.join([*cells, *_printed(row.method)])} |")
-    said = [*(winning(found, winner) for winner in found.winners), best(found), judgement(result)]
+    said = [
+        *(describe_winner(found, winner) for winner in found.winners),
+        describe_front(found),
+        judgement(result),
+    ]
     lines += ["", *(f"{sentence}\n" for sentence in said)]
     lines += [f"Missing: {what}: {reason}\n" for what, reason in found.missing]
     return "\n".join(lines)

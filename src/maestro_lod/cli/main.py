@@ -19,7 +19,7 @@ try:
     from typer.core import TyperCommand, TyperGroup
 
     from maestro_lod.cli.terminal import complain
-    from maestro_lod.cli.user_code import OwnCodeError
+    from maestro_lod.cli.user_code import UserCodeError
 except ImportError as missing:  # the library works without the packages of the program
     sys.exit(f"lod needs more than the library itself ({missing}): {install_command('cli')}")
 
@@ -162,7 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
     keep_freed_memory()
     try:
         code = app(args=arguments, prog_name="lod", standalone_mode=False) or 0
-    except OwnCodeError as error:
+    except UserCodeError as error:
         traceback.print_exception(error.__cause__)  # the traceback of the user's code
         code = complain(error, 1)
     except (TrainingError, CheckpointError) as error:

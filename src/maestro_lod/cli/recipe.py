@@ -27,7 +27,7 @@ from maestro_lod.cli.sections import (
     in_one_line,
     section_of,
 )
-from maestro_lod.cli.user_code import names_own_code, own_function
+from maestro_lod.cli.user_code import import_function, names_user_code
 from maestro_lod.cli.yaml_settings import as_yaml, change, parsed, shown, text_of
 from maestro_lod.errors import OptionError, listed, suggest
 from maestro_lod.train.budget import Budget
@@ -246,7 +246,7 @@ def method_of(settings: Mapping[str, Any]) -> type[Settings]:
         raise OptionError(f"method={shown(name)} must be text.")
     if ":" not in name:
         return method_named(name)
-    chosen: Any = own_function(name, "method", settings.get("code"))
+    chosen: Any = import_function(name, "method", settings.get("code"))
     if not isinstance(chosen, type) or not issubclass(chosen, Settings):
         raise OptionError(
             f"method {name!r} is not a subclass of maestro_lod.train.method.Settings."
@@ -336,7 +336,7 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
         )
     settings = parsed(text, name_or_path)
     settings.setdefault("recipe", name)
-    if name_or_path not in names and names_own_code(settings):
+    if name_or_path not in names and names_user_code(settings):
         folder = Path(name_or_path).absolute().parent
         settings["code"] = str(folder / str(settings.get("code") or ""))
     named = change(settings, changes)

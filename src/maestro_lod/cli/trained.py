@@ -1,4 +1,4 @@
-"""Finished runs: search their sizes and deploy them, as `lod frontier` and `lod deploy` do."""
+"""Models of finished runs: frontier search and deployment."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from maestro_lod.train.fit import FitOptions
 
 @dataclass(frozen=True)
 class Trained:
-    """The model of a finished run, always low-rank, and its data."""
+    """Model of a finished run in low-rank form, and its data."""
 
     run: Run
     model: nn.Module
@@ -232,9 +232,9 @@ _NOTICEABLE = 0.01
 
 
 def quality_loss(trained: Trained, done: Deployment) -> str | None:
-    """Return how far the accuracy of a deployed size fell and what helps; None if it hardly did.
+    """Return a warning if a deployed size is noticeably less accurate than the run; else None.
 
-    It fell if that is more than a point and more than the standard error of both accuracies.
+    A fall is noticeable if it exceeds one point and the standard errors of both accuracies.
     """
     if trained.data.test is None or "accuracy" not in done.test:
         return None

@@ -23,11 +23,11 @@ from maestro_lod.cli.cache_directory import cache_directory
 from maestro_lod.errors import MaestroError, OptionError, listed, suggest
 
 
-class OwnCodeError(MaestroError, RuntimeError):
+class UserCodeError(MaestroError, RuntimeError):
     """User code that a recipe names has raised an exception, which is the cause of this one."""
 
 
-def names_own_code(settings: Mapping[str, Any]) -> bool:
+def names_user_code(settings: Mapping[str, Any]) -> bool:
     """Return True if unchecked settings name a function as `module:function`."""
     chosen = (settings.get(key) for key in ("model", "data", "loss", "method"))
     names = (part.get("name") if isinstance(part, Mapping) else part for part in chosen)
@@ -46,7 +46,7 @@ def _make_importable(module: str, code: object) -> None:
             return
 
 
-def own_function(name: str, what: str, code: object = None) -> Callable[..., Any]:
+def import_function(name: str, what: str, code: object = None) -> Callable[..., Any]:
     """Import a user's `package.module:function`; the caller has made sure of consent.
 
     Modules that are not installed are searched in the folder `code` and the working directory.
@@ -64,7 +64,7 @@ def own_function(name: str, what: str, code: object = None) -> Callable[..., Any
             "moved, start lod in their folder or change `code`."
         ) from None
     except Exception as error:
-        raise failure(f"{what} {name!r} cannot be imported", error) from error
+        raise user_error(f"{what} {name!r} cannot be imported", error) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value)]
@@ -83,7 +83,7 @@ def parameters_of(function: Callable[..., Any], what: str) -> Mapping[str, inspe
         raise OptionError(f"{what} cannot be called: {error}.") from None
 
 
-def called(function: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
+def call_with_options(function: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
     """Call a function with options; raise OptionError for an option that it does not take."""
     parameters = parameters_of(function, what)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -102,7 +102,7 @@ def called(function: Callable[..., Any], options: Mapping[str, Any], what: str) 
     except MaestroError:
         raise
     except Exception as error:
-        raise failure(f"{what} failed", error, own=":" in what) from error
+        raise user_error(f"{what} failed", error, own=":" in what) from error
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
@@ -121,9 +121,9 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     )
 
 
-def failure(what: str, error: Exception, own: bool = True) -> MaestroError:
+def user_error(what: str, error: Exception, own: bool = True) -> MaestroError:
     """Return an error that blames user code if any was called, else the given options."""
-    return (OwnCodeError if own else OptionError)(f"{what}: {type(error).__name__}: {error}")
+    return (UserCodeError if own else OptionError)(f"{what}: {type(error).__name__}: {error}")
 
 
 def with_article(value: object) -> str:

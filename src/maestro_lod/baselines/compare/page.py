@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from maestro_lod.baselines.compare.table import COSTS, Comparison, Row
-from maestro_lod.baselines.compare.words import (
+from maestro_lod.baselines.compare.comparison_text import (
     HEADER,
-    best,
-    costs,
-    ranked,
-    score,
-    setting,
-    size_of,
-    winning,
+    cost_texts,
+    describe_conditions,
+    describe_front,
+    describe_winner,
+    score_text,
+    size_text,
+    sorted_rows,
 )
+from maestro_lod.baselines.compare.table import COSTS, Comparison, Row
 from maestro_lod.cli.report.charts import Dot, badge, plane
 from maestro_lod.cli.report.page import document, section_of
 from maestro_lod.cli.report.parts import PageSection, capital, grid, named, note, show, table, tick
@@ -58,14 +58,14 @@ def page(found: Comparison) -> str:
     links = [tag("a", section.title, href=f"#{section.id}") for section in shown]
     return document(
         f"Smaller models for {found.recipe}",
-        above=[tag("p", setting(found), class_="lead")],
+        above=[tag("p", describe_conditions(found), class_="lead")],
         content=[tag("nav", *links, aria_label="Sections"), *map(section_of, shown)],
     )
 
 
 def _verdict(found: Comparison) -> Markup:
-    said = [winning(found, winner) for winner in found.winners]
-    return joined(*(tag("p", text) for text in [*said, best(found)] if text))
+    texts = [describe_winner(found, winner) for winner in found.winners]
+    return joined(*(tag("p", text) for text in [*texts, describe_front(found)] if text))
 
 
 # -- charts ------------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ def _chart(found: Comparison, kind: str) -> Markup | None:
     for row in drawn:
         cost = row.cost(kind)
         if cost:
-            facts = [(name, write(cost)), (named(found.metric), score(found, row))]
-            title = f"{row.method}, {size_of(row)}" if row.size else row.method
+            facts = [(name, write(cost)), (named(found.metric), score_text(found, row))]
+            title = f"{row.method}, {size_text(row)}" if row.size else row.method
             series = methods.index(row.method)
             dots[id(row)] = Dot(title, cost, row.mean, series, facts, spread=row.spread)
     left_out = len(found.rows) - len(drawn)
@@ -132,12 +132,12 @@ def _table(found: Comparison) -> Markup:
     rows = [
         [
             _label(found, row.method),
-            size_of(row),
-            *costs(found, row),
-            score(found, row) + (" ★" if id(row) in fronts else ""),
+            size_text(row),
+            *cost_texts(found, row),
+            score_text(found, row) + (" ★" if id(row) in fronts else ""),
             str(len(row.scores)),
         ]
-        for row in ranked(found)
+        for row in sorted_rows(found)
     ]
     header = ["method", "size", *HEADER[2:], f"{found.split} {named(found.metric)}", "seeds"]
     remark = (

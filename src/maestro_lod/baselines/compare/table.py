@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from statistics import mean, stdev
 from typing import Any
 
+from maestro_lod.baselines.compare.comparison_text import as_text
 from maestro_lod.baselines.compare.metrics import better
-from maestro_lod.baselines.compare.words import in_words
 
 _SLACK = 1.005
 """Tolerance: a model of up to this many times a size counts as that size."""
@@ -115,7 +115,7 @@ class Comparison:
     """Missing models, and the reasons."""
 
     def __str__(self) -> str:
-        return in_words(self)
+        return as_text(self)
 
     def order(self, row: Row) -> float:
         """Return the mean score of a row, larger being better."""

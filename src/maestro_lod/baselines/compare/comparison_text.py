@@ -14,23 +14,24 @@ if TYPE_CHECKING:
 HEADER = ("size", "method", "params", "MACs", "bytes", "latency", "training")
 
 
-def in_words(found: Comparison) -> str:
+def as_text(found: Comparison) -> str:
     """Return the comparison as text for a terminal."""
     rows = [
-        (size_of(row), row.method, *costs(found, row), score(found, row)) for row in ranked(found)
+        (size_text(row), row.method, *cost_texts(found, row), score_text(found, row))
+        for row in sorted_rows(found)
     ]
     header = (*HEADER, f"{found.split} {found.metric}")
     parts = [
-        setting(found),
+        describe_conditions(found),
         table(header, rows, right=range(2, len(header))) if rows else "No model could be measured.",
-        "\n".join(winning(found, winner) for winner in found.winners),
-        best(found),
+        "\n".join(describe_winner(found, winner) for winner in found.winners),
+        describe_front(found),
         "\n".join(f"missing: {what}: {reason}" for what, reason in found.missing),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def setting(found: Comparison) -> str:
+def describe_conditions(found: Comparison) -> str:
     """Describe the conditions that were the same for all methods."""
     lasting = (
         f"{found.epochs} epochs each"
@@ -46,17 +47,17 @@ def setting(found: Comparison) -> str:
     return f"{found.recipe}: {lasting}, {seeds}, {rate}."
 
 
-def ranked(found: Comparison) -> list[Row]:
+def sorted_rows(found: Comparison) -> list[Row]:
     """Return the rows by size, best first; methods that determine their size come first."""
     return sorted(found.rows, key=lambda row: (-(row.size or 1.0), -found.order(row)))
 
 
-def size_of(row: Row) -> str:
+def size_text(row: Row) -> str:
     """Return the requested size of a row as text."""
     return "own" if row.size is None else f"≤ {row.size:g}×"
 
 
-def costs(found: Comparison, row: Row) -> tuple[str, str, str, str, str]:
+def cost_texts(found: Comparison, row: Row) -> tuple[str, str, str, str, str]:
     """Return the costs of a model and of its training as text."""
     return (
         of_dense(row.params, row.params / found.dense["params"]),
@@ -67,13 +68,13 @@ def costs(found: Comparison, row: Row) -> tuple[str, str, str, str, str]:
     )
 
 
-def score(found: Comparison, row: Row) -> str:
+def score_text(found: Comparison, row: Row) -> str:
     """Return mean and spread as text."""
     write = show(found.metric)
     return write(row.mean) + ("" if row.spread is None else f" ± {write(row.spread)}")
 
 
-def winning(found: Comparison, winner: Winner) -> str:
+def describe_winner(found: Comparison, winner: Winner) -> str:
     """Describe the winner of a size, and whether its lead is larger than the spread."""
     write, row = show(found.metric), winner.row
 
@@ -97,7 +98,7 @@ def winning(found: Comparison, winner: Winner) -> str:
     return f"{text}, more than the spread over seeds ({apart(winner.spread)})."
 
 
-def best(found: Comparison) -> str:
+def describe_front(found: Comparison) -> str:
     """Describe the models that no other beats in both params and quality."""
     front = [f"{row.method} {times(row.share)}" for row in found.front("params")]
     return f"Not beaten in both params and {found.metric}: {', '.join(front)}." if front else ""
