@@ -1,8 +1,8 @@
-"""Is anything slower than at another commit? Both versions side by side, round by round.
+"""Compare the speed of two commits: steps, layers and searches, in interleaved rounds.
 
     python benchmarks/against.py REVISION [--rounds 15] [--only step|layers|frontier]
 
-Each version runs in a process of its own, on one thread, and they take turns. What is compared is
+Each version runs in a process of its own, on one thread, and they take turns. The measure is
 the CPU time of the process, which other work on the machine changes little; the ratio of each pair
 of rounds is taken, and of those the median and the middle half.
 """

@@ -21,7 +21,7 @@ _TRAINING = (
 
 def demo(
     out: Annotated[
-        Path, typer.Option(help="New directory for all files of the demonstration.")
+        Path, typer.Option(help="Directory for all files of the demonstration.")
     ] = Path("demo"),
 ) -> None:
     """Run a demonstration in half a minute: train, find every size, deploy one, compare."""
