@@ -189,7 +189,7 @@ def counted(what: str, name: str, skip: str | None = None) -> Iterator[Count]:
 
 
 def vgg19_wide() -> nn.Module:
-    """Pufferfish's VGG-19: two hidden linear layers before the last one."""
+    """Build the VGG-19 of Pufferfish: two hidden linear layers before the last one."""
     model: Any = MODELS["vgg19"]()
     hidden = nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()
     model.fc = nn.Sequential(*hidden, model.fc)
@@ -225,7 +225,7 @@ def norm_and_relu(model: nn.Module, x: Example) -> int:
 
 
 def pufferfish() -> Iterator[Count]:
-    """A quarter of the full rank in the layers that Pufferfish chooses."""
+    """Count models at a quarter of the full rank in the layers that Pufferfish chooses."""
     skip = ["stem", "layer1.0", "*.shortcut", "fc"]
     found = summary(low_rank(MODELS["resnet18"](), skip=skip, ranks=0.25), example("resnet18"))
     yield from both("Pufferfish ResNet-18", found)
@@ -275,7 +275,7 @@ def strided_late(*stages: int) -> nn.Module:
 
 
 def others() -> Iterator[Count]:
-    """XNOR-Net and spectral initialization."""
+    """Count XNOR-Net and spectral initialization."""
     builds: dict[str, Callable[[], nn.Module]] = {
         "ResNet-18": MODELS["resnet18"],
         "VGG-19": vgg19_wide,
@@ -295,7 +295,7 @@ def others() -> Iterator[Count]:
 
 
 def spectral(budget: float) -> nn.Module:
-    """VGG-19 as spectral initialization has it: every convolution but the first is 1×3, then 3×1.
+    """Build VGG-19 for spectral initialization: convolutions as 1×3, then 3×1, except the first.
 
     One share ρ of out · 3 is the rank of all of them, the largest that fits the budget.
     """
@@ -325,7 +325,7 @@ def _spectral(share: float) -> nn.Module:
 
 
 def lenet_rows() -> Iterator[Count]:
-    """Rows of Table 10 in which only linear layers are smaller: a MAC less is a parameter less."""
+    """Count rows of Table 10 in which only linear layers are smaller, so MACs fix parameters."""
     found = summary(MODELS["lenet"](), example("lenet"))
     for name in ("8e-5", "16e-5"):
         params = found.params - (found.macs - LENET[name][2])
@@ -342,7 +342,7 @@ def lenet_rows() -> Iterator[Count]:
 
 
 def transformer_rows() -> Iterator[Count]:
-    """Rows of Table 13: embedding, norms and biases stay, each other weight is used per token."""
+    """Count rows of Table 13, where each weight of linear layers is used once per token."""
     model = MODELS["transformer"]()
     found = summary(model, example("transformer"))
     assert isinstance(model.embedding, nn.Embedding)

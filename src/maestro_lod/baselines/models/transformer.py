@@ -225,7 +225,7 @@ class Transformer(nn.Module):
 def transformer_small(
     vocabulary: int = 9521, width: int = 128, *, tie_output: bool = False, padding: int = 0
 ) -> Transformer:
-    """Transformer for a CPU: 3 layers of width 128 with 4 heads.
+    """Build a Transformer for a CPU: 3 layers of width 128 with 4 heads.
 
     3,821,824 parameters and 2,594,944 MACs for one source and one target token; with `tie_output`
     2,603,136 parameters.
