@@ -221,7 +221,7 @@ def test_mistakes_are_one_line_and_exit_code_two_or_one(llama, own, texts, tmp_p
         ((llama, *limit, *out), 2, "--data is missing"),
         ((llama, *data, "--max-params", "half", *out), 2, "is not a size"),
         ((llama, *data, *limit, "--to", "gguf", *out), 2, "--to gguf is not known"),
-        ((llama, *data, *limit, "--int8", *out), 2, "--int8 is for ONNX files"),
+        ((llama, *data, *limit, "--int8", *out), 2, "--int8 needs the format onnx"),
         ((llama, *data, *limit, "--out", tmp_path / "taken"), 2, "exists already"),
         ((tmp_path / "taken", *data, *limit, *out), 1, "has no config.json"),
         ((llama, "--data", f"{module}:nothing", *limit, *out), 2, "has no batch"),

@@ -605,7 +605,7 @@ def test_bad_input_gets_one_line(
         (["--min-accuracy", "90"], "min_accuracy=90.0 must be a share between 0 and 1"),
         (["--min-accuracy", "nan"], "min_accuracy=nan must be a share between 0 and 1"),
         (["--max-macs", "0.5", "--min-accuracy", "-1"], "min_accuracy=-1.0 must be a share"),
-        (["--max-macs", "0.5", "--int8", "--to", "pt2"], "--int8 is for ONNX files"),
+        (["--max-macs", "0.5", "--int8", "--to", "pt2"], "--int8 needs the format onnx"),
         (["--max-macs", "0.5", "--batch", "99999999"], "--batch"),
         (["--max-macs", "0.5", "--round", "0"], "--round"),
     ],

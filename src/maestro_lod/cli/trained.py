@@ -93,14 +93,14 @@ class Trained:
         return self.test(plain)
 
     def test(self, model: nn.Module | None = None) -> dict[str, float]:
-        """Return the test metrics of the model, at its active ranks, or of another one."""
+        """Return the test metrics of a model, by default of the run's at its active ranks."""
         if self.data.test is None:
             return {}
         return evaluate(model or self.model, self.data.test, self.loss)
 
     @property
     def loss(self) -> Loss:
-        """The loss that evaluates sizes: the run's own, or plain cross-entropy."""
+        """Loss that evaluates sizes: that of the run, or plain cross-entropy."""
         return to_evaluate(loss_of(self.run.recipe))
 
 
@@ -108,10 +108,17 @@ class Trained:
 
 
 def search(trained: Trained, **options: Any) -> Frontier:
-    """Search the sizes of a run's model on its training data; `options` are those of `frontier`.
+    """Search the sizes of the model of a run on its training data.
 
-    Accuracies are those of the validation data, if there are any: the test set stays out. Shares
-    are those of the recipe's dense model, of its full width.
+    Accuracy is measured on validation data if there is any, never on test data. Shares are relative
+    to the dense model of the recipe at its full width.
+
+    Args:
+        trained: The model of a finished run.
+        **options: Further arguments of `frontier`.
+
+    Returns:
+        All sizes.
     """
     batches, loss = first_samples(trained.data.train), trained.loss
     held_out = trained.data.validation or batches
@@ -203,11 +210,11 @@ def deploy(
     finetune_epochs: int = 0,
     on_progress: OnProgress | None = None,
 ) -> Deployment:
-    """Write a run's model as it was trained, or its best size within limits, to files.
+    """Export the model of a run, or its best size within limits, by `deploy_size`.
 
-    As `deploy_size` does; sizes are searched only if there is a limit. The model is trained for
-    `finetune_epochs` before; finished epochs are kept in the run's directory, so that the same call
-    resumes after it was stopped.
+    Sizes are searched only if there is a limit. Before the export the model is trained for
+    `finetune_epochs`; finished epochs are stored in the directory of the run, so that the same call
+    resumes.
     """
     require_deployable(limits, formats, out, int8=int8)
     require_whole("finetune_epochs", finetune_epochs)
@@ -228,7 +235,7 @@ def deploy(
     )
 
 
-_NOTICEABLE = 0.01
+_NOTICEABLE = 0.01  # fall of the accuracy
 
 
 def quality_loss(trained: Trained, done: Deployment) -> str | None:
@@ -250,7 +257,7 @@ def quality_loss(trained: Trained, done: Deployment) -> str | None:
 
 
 def _finetuned(trained: Trained, epochs: int, plain: nn.Module) -> None:
-    """Train the model that is deployed as its run was trained."""
+    """Train a deployed model with the settings of its run."""
     recipe = trained.run.recipe
     name = f"finetuning-{epochs}-{weights_digest(plain)[:16]}.unfinished"
     options = FitOptions(recipe.clip_norm, recipe.accumulate, recipe.amp, recipe.recalibration)
@@ -269,4 +276,4 @@ def require_deployable(
         require_limits(limits)
     require_usable(out, formats)
     if int8 and "onnx" not in formats:
-        raise OptionError("--int8 is for ONNX files: add --to onnx, or leave it out.")
+        raise OptionError("--int8 needs the format onnx. Add --to onnx, or remove --int8.")

@@ -155,7 +155,7 @@ def _require_formats(to: list[str] | None, int8: bool) -> list[str]:
     if unknown := [name for name in formats if name not in _FORMATS]:
         raise OptionError(f"--to {listed(unknown)} is not known. Choose from {listed(_FORMATS)}.")
     if int8 and "onnx" not in formats:
-        raise OptionError("--int8 is for ONNX files: give --to onnx too.")
+        raise OptionError("--int8 needs the format onnx. Add --to onnx, or remove --int8.")
     return formats
 
 

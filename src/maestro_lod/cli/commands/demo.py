@@ -20,9 +20,9 @@ _TRAINING = (
 
 
 def demo(
-    out: Annotated[
-        Path, typer.Option(help="Directory for all files of the demonstration.")
-    ] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Directory for all files of the demonstration.")] = Path(
+        "demo"
+    ),
 ) -> None:
     """Run a demonstration in half a minute: train, find every size, deploy one, compare."""
     at = shlex.quote(str(out))
