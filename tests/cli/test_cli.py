@@ -200,16 +200,16 @@ WRONG = {
     "train digits --set decompose.ranks=0": "decompose.ranks=0 must be 1 or more",
     "summary digits --set epoch=3": "there is no setting 'epoch'. Did you mean 'epochs'?",
     # built-in parts
-    f"{DIGITS} --set model=lenett": "there is no model 'lenett'. Did you mean 'lenet'?",
+    f"{DIGITS} --set model=lenett": "model 'lenett' is unknown. Did you mean 'lenet'?",
     f"{DIGITS} --set model.options.colour=3": "model 'lenet' takes no 'colour'",
     f"{DIGITS} --set model.options.classes=few": "model 'lenet' failed: TypeError",
     f"{DIGITS} --set model.options.classes=3": "'lenet' gives 3 scores, but data 'digits' has 10",
     f"{DIGITS} --set data=digitz": "Did you mean 'digits'?",
-    f"{DIGITS} --set model=cancer.model": "no model 'cancer.model'. Did you mean 'cancer:model'?",
+    f"{DIGITS} --set model=cancer.model": "is unknown. Did you mean 'cancer:model'?",
     f"{DIGITS} --set data=my.code.data": "Did you mean 'my.code:data'?",
     f"{DIGITS} --set data.options.colour=3": "digits has no option 'colour'",
     f"{DIGITS} --set data.limit=1": "leaves none to train on",
-    f"{DIGITS} --set loss=mse": "there is no loss 'mse'",
+    f"{DIGITS} --set loss=mse": "loss 'mse' is unknown",
     f"{DIGITS} --set device=gpu": "device='gpu' cannot be used here",
     f"{DIGITS} --set device=meta": "device='meta' cannot be used here",
     f"{DIGITS} --set decompose.only=[fc9]": "only pattern 'fc9' matches no layer",
@@ -230,7 +230,7 @@ WRONG = {
     # where to
     f"{DIGITS} --out notes.txt": "notes.txt is a file. Give a directory",
     f"{DIGITS} --out notes.txt/run": "notes.txt is a file. Give a directory",
-    f"{DIGITS} --out full": "full is not empty. Give another --out, or go on",
+    f"{DIGITS} --out full": "full is not empty. Give another --out, or resume the run in it",
     # runs
     "resume nowhere": "nowhere is not a directory",
     "resume notes.txt": "notes.txt is not a directory",
@@ -239,7 +239,7 @@ WRONG = {
     "resume damaged": "damaged/config.yaml is not valid YAML",
     "resume foreign": "foreign/config.yaml: there is no setting 'epoch'",
     "report nowhere": "there is no such directory",
-    "report full": "full is no run",
+    "report full": "full is not a run directory",
     "report finished nowhere": "there is no such directory",
     "report damaged": "damaged/config.yaml is not valid YAML",
     "summary full": "full contains no run",
@@ -511,6 +511,7 @@ def test_recipes_are_listed(lod: Lod) -> None:
     assert "LeNet on 8×8 digits" in lines[0]
 
 
+@pytest.mark.slow
 def test_the_demo_ends_with_a_table_and_a_report_with_a_slider(lod: Lod, tmp_path: Path) -> None:
     done = lod("demo", "--out", "a demo")
     assert done.code == 0, done.err

@@ -618,7 +618,7 @@ def test_damaged_settings_are_named(tmp_path, content):
 def test_a_page_that_cannot_be_written(tmp_path):
     run = write_run(tmp_path / "run", done=1)
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write .*Give another place"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*Give another path"):
         write_report([run], tmp_path / "file" / "report.html")
 
 

@@ -206,7 +206,7 @@ def test_loss_is_as_asked(parts: None) -> None:
     assert mine is loss_of(digits("loss=parts:loss"))
     assert mine(torch.ones(2), torch.zeros(2)) == 1
     with pytest.raises(
-        OptionError, match=r"no loss 'cross-entropy'\. Did you mean 'cross_entropy'"
+        OptionError, match=r"loss 'cross-entropy' is unknown\. Did you mean 'cross_entropy'"
     ):
         Setup.of(digits("loss=cross-entropy"))
 
@@ -239,7 +239,9 @@ def test_devices_that_are_not_here_are_refused(device: str) -> None:
 
 
 def test_wrong_options_of_built_in_parts_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"no model 'lenett'\. Did you mean 'lenet'\? .*own as"):
+    with pytest.raises(
+        OptionError, match=r"model 'lenett' is unknown\. Did you mean 'lenet'\? .*own as"
+    ):
         Setup.of(digits("model=lenett"))
     with pytest.raises(OptionError, match=r"takes no 'clases'\. Did you mean 'classes'\?"):
         Setup.of(digits("model.options.clases=3"))
