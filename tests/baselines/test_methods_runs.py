@@ -209,7 +209,7 @@ def test_every_method_learns(name: str, tmp_path: Path) -> None:
 def test_a_method_refuses_another_model() -> None:
     setup = Setup.of(small("pufferfish"))
     other = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    with pytest.raises(lod.MaestroError, match="made for another model"):
+    with pytest.raises(lod.MaestroError, match="created for a model or optimizer other"):
         fit(other, setup.data.train, optimizer=setup.optimizer, epochs=1, method=setup.method)
 
 
