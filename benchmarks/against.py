@@ -1,8 +1,8 @@
-"""Is anything slower than at another commit? Both versions side by side, round by round.
+"""Compare the speed of two commits: steps, layers and searches, in interleaved rounds.
 
     python benchmarks/against.py REVISION [--rounds 15] [--only step|layers|frontier]
 
-Each version runs in a process of its own, on one thread, and they take turns. What is compared is
+Each version runs in a process of its own, on one thread, and they take turns. The measure is
 the CPU time of the process, which other work on the machine changes little; the ratio of each pair
 of rounds is taken, and of those the median and the middle half.
 """
@@ -37,13 +37,14 @@ Work = Callable[[], object]
 
 def model_named(name: str) -> nn.Module:
     """Build a model of the program, wherever this version keeps them."""
-    for place in ("maestro_lod.cli.models", "maestro_lod.tasks.models"):
+    places = ("cli.models.lenet", "baselines.models", "app.models", "tasks.models")
+    for place in places:
         try:
-            models = importlib.import_module(place)
-        except ModuleNotFoundError:
+            build = getattr(importlib.import_module(f"maestro_lod.{place}"), name)
+        except (ModuleNotFoundError, AttributeError):
             continue
         torch.manual_seed(0)
-        model: nn.Module = getattr(models, name)()
+        model: nn.Module = build()
         return model
     raise SystemExit(f"there is no model {name} in this version")
 

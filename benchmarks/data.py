@@ -1,4 +1,4 @@
-"""Does loading keep up with training? Time to load a batch over time to train on it.
+"""Measure the time to load a batch relative to the time to train on it.
 
     python benchmarks/data.py [--rounds 3] [--threads N]
 

@@ -3,8 +3,8 @@
     python benchmarks/decoder.py [--layers 22] [--threads 1] [--by-blocks]
 
 Random weights in bfloat16, all linear layers and the embedding at full rank, which is the longest
-way. CPU seconds, the most memory of the process beside what the model has before and after, and
-how far factors are from their weights. A call of `decompose` changes all layers or, if it fails,
+way. CPU seconds, peak memory of the process in addition to the model's before and after, and the
+distance of factors from their weights. A call of `decompose` changes all layers or, if it fails,
 none, so it holds dense weights and factors; by blocks, a call for each, it does for one block only.
 Needs Linux.
 """

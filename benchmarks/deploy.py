@@ -1,4 +1,4 @@
-"""What does a deployed model cost beside its dense form: on disk, in time, in exactness?
+"""Measure deployed models relative to their dense form: size on disk, latency and error.
 
     python benchmarks/deploy.py [--rounds 15] [--threads 1] [--batch 1]
 
@@ -79,7 +79,7 @@ def measured(build: Callable[[], nn.Module], x: Tensor, rounds: int, place: Path
 
 
 def _slower(times: Times, key: str) -> bool:
-    """Say whether a variant was slower than dense in nine rounds of ten."""
+    """Return True if a variant was slower than dense in at least nine of ten rounds."""
     dense = times[f"dense, {key.partition(', ')[2].split()[0]}"]
     slower = sum(one > other for one, other in zip(times[key], dense, strict=True))
     return slower >= 0.9 * len(dense)

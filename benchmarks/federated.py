@@ -5,7 +5,7 @@
 MNIST over 20 clients whose labels are drawn from a Dirichlet distribution, in 4 tiers of 5. The
 same LeNet, optimizer and rounds in every system; whoever is in it takes part in every
 round, and trains the sizes up to its own in turn, drawn step by step. Results are kept per system
-and seed, so that a run that was stopped goes on. Writes docs/federated.md's table too.
+and seed, so that a stopped run can be resumed. Writes docs/federated.md's table too.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def table(answer: dict[str, Any]) -> str:
 
 
 def gain(answer: dict[str, Any]) -> str:
-    """Say what tiers gain over what anybody could hold, and what that costs."""
+    """Describe the gain of tiers over the smallest ranks for all clients, and its cost."""
     tiers, smallest = (
         list(answer["systems"][name].values())
         for name in ("ranks by tier", "ranks, everybody at the smallest")
@@ -278,8 +278,8 @@ def gain(answer: dict[str, Any]) -> str:
     ]
     bytes_of = [each[0]["bytes_sent_back_per_round"] for each in (tiers, smallest)]
     return (
-        f"Ranks by tier beside everybody at the smallest: {min(gains):+.1f} to {max(gains):+.1f} "
-        f"points, at {bytes_of[0] / bytes_of[1]:.1f} times the bytes."
+        f"Ranks by tier, relative to the smallest ranks for all clients: {min(gains):+.1f} to "
+        f"{max(gains):+.1f} points, at {bytes_of[0] / bytes_of[1]:.1f} times the bytes."
     )
 
 

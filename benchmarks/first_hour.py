@@ -1,6 +1,6 @@
 """Train five tasks that are new to the library to a quarter of their size, as a newcomer would.
 
-    python benchmarks/first_hour.py           # 45 short trainings; goes on where it was stopped
+    python benchmarks/first_hour.py           # 45 short trainings; resumes after a stop
     python benchmarks/first_hour.py table     # writes the page again, from the results
 
 Each task of `examples/first_hour` is copied to an empty folder and trained there by `lod train`
@@ -67,7 +67,7 @@ def _children_seconds() -> float:
 
 
 def measure() -> dict[str, Any]:
-    """Train whatever is not in the results yet, and keep each training as soon as it is there."""
+    """Train all combinations that have no result yet, and store each result at once."""
     path = RESULTS / "first_hour.json"
     answer: dict[str, Any] = json.loads(path.read_text())["answer"] if path.exists() else {}
     for seed in range(SEEDS):

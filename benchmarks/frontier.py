@@ -46,7 +46,7 @@ Found = TypeVar("Found")
 
 
 def tensors(batches: Any, samples: int) -> tuple[Tensor, Tensor]:
-    """Return so many inputs and targets of some batches as two tensors."""
+    """Return the first `count` inputs and targets of some batches as two tensors."""
     torch.manual_seed(0)
     parts, count = [], 0
     for x, y in batches:

@@ -1,4 +1,4 @@
-"""What does each kind of layer cost at a share of its rank, beside its MACs? Forward and backward.
+"""Measure forward and backward of each kind of layer at shares of its rank, next to its MACs.
 
     python benchmarks/layers.py [--rounds 9] [--threads 1]
 

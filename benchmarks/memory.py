@@ -1,9 +1,9 @@
-"""How much memory does a training step take at most, beside the dense model's?
+"""Measure the peak memory of a training step relative to the dense model.
 
     python benchmarks/memory.py [--only "small VGG" …]
 
 Bytes of tensors, as torch's allocator counts them: parameters and optimizer state, and the most
-that a step has at once beside them, which is gradients, activations and products of factors. No
+that a step has at once in addition to them: gradients, activations and products of factors. No
 noise; what kernels allocate past torch is not in it.
 """
 

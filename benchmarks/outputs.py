@@ -28,7 +28,7 @@ COMMANDS = (
     "lod summary runs/digits",
     "lod frontier runs/digits",
     "lod deploy runs/digits --max-params 15% --to onnx --to safetensors --int8 --out phone",
-    "lod bench runs/digits --beside runs/dense",
+    "lod bench runs/digits --reference runs/dense",
     "lod report runs/digits runs/dense",
     "lod verify runs/digits",
     "lod compare digits --methods lod,narrow --sizes 0.25 --lr-trials 1 --set epochs=12",

@@ -1,10 +1,10 @@
-"""What does a training step cost with other libraries' low-rank ways? Those that are installed.
+"""Compare training steps with the low-rank layers of other libraries that are installed.
 
     python benchmarks/peers.py [--rounds 9] [--threads 1]
 
 Four linear layers of 512 units, batch 256, rank 64, SGD; CPU time relative to the dense model's
 step. Ours has its penalty and its sampling. tensorly-torch holds the same two factors (CP of a
-matrix), PEFT trains LoRA adapters beside the frozen weights, and torchao's `prototype.pat` keeps
+matrix), PEFT trains LoRA adapters next to the frozen weights, and torchao's `prototype.pat` keeps
 dense weights and takes their singular values down by a proximal step.
 """
 

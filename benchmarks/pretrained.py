@@ -4,7 +4,7 @@
                                                 [--ways calibrated] [--larger 4 --lr 2e-4]
 
 Every way gets the same share of the decomposed layers' weights; BatchNorms get statistics of their
-own each time. What is measured is kept: the same command goes on where it was stopped. Writes
+own each time. Results are stored at once: the same command resumes after a stop. Writes
 benchmarks/results/pretrained.json, and the table in docs/benchmarks/pretrained.md from it.
 """
 
@@ -211,7 +211,7 @@ class Bench:
 
 
 def _joined(batches: list[Any], count: int) -> list[Any]:
-    """Make one batch of so many; the rest, if there is one, is left out."""
+    """Return one batch of `count` samples; drop the rest."""
     groups = [batches[i : i + count] for i in range(0, len(batches) - count + 1, count)]
     return [(tree_map(lambda *t: torch.cat(t), *(x for x, _ in group)), None) for group in groups]
 
@@ -227,7 +227,7 @@ RULES = ("magnitude pruning", "ASVD's rule", "SVD-LLM's rule")
 
 
 def ways(steps: int) -> dict[str, Way]:
-    """Return all ways to a size, some of which heal for so many steps."""
+    """Return all ways to a size; some of them distil for a number of steps."""
     each = steps // len(SHARES)
     return {
         "magnitude pruning": Bench.pruned,

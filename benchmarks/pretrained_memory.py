@@ -82,7 +82,7 @@ def calibration(folder: Path, count: int) -> dict[str, Any]:
 
 
 def billion(done: int) -> dict[str, Any]:
-    """Decompose so many blocks of a Llama of 1.1 billion random weights, at a quarter of the rank.
+    """Decompose some blocks of a Llama of 1.1 billion random weights, at a quarter of the rank.
 
     All blocks are alike, and the first one that is decomposed finds the most memory in use.
     """

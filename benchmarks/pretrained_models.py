@@ -26,13 +26,13 @@ SoftLoss = Callable[[Any, Any], Tensor]
 class Case:
     """One model: how good it is, what it is calibrated and healed on.
 
-    What is judged by is in none of the other data. Learning rates are first guesses;
+    Test data is in none of the other data. Learning rates are first guesses;
     `pretrained_rates.py` is there to choose them on `validation`.
     """
 
     model: nn.Module
     evaluate: Callable[[nn.Module, int], float]
-    """Judges a model by so many samples."""
+    """Evaluates a model on a number of samples."""
     quality: str
     few: int
     """Samples that most cells of the table are judged by."""

@@ -3,7 +3,7 @@
     python benchmarks/pretrained_rates.py MODELS_DIR [--only "ResNet-20"]
 
 Heals each model for a few steps at 0.7 of its weights, and compares it with the original on samples
-that are neither healed on nor in the table of `pretrained.py`. What is measured is kept. Writes
+that are neither healed on nor in the table of `pretrained.py`. Results are stored at once. Writes
 benchmarks/results/pretrained_rates.json; what was chosen stands in `pretrained_models.py`.
 """
 

@@ -21,7 +21,7 @@ def record(question: str) -> dict[str, Any]:
 
 
 def rows_of(answer: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Give the name, the ratio and the spread of all that was measured beside dense."""
+    """Yield name, ratio and spread of all measurements relative to dense."""
     for name, row in answer.items():
         if isinstance(row, dict) and "ratio" in row:
             low, high = row["middle half"]
@@ -139,8 +139,8 @@ def block() -> str:
         "weights frozen, `prototype.pat` trains them and decomposes them in every step."
     )
     about_int8 = (
-        "ONNX files in onnxruntime, batch 1: int8 beside the same model in float32. The difference "
-        "is relative to the largest output (`python benchmarks/deploy.py`)."
+        "ONNX files in onnxruntime, batch 1: int8 relative to the same model in float32. The "
+        "difference is relative to the largest output (`python benchmarks/deploy.py`)."
     )
     about_starting = (
         "How much of the processor's time goes by until a command has answered, or says its first "
@@ -156,7 +156,7 @@ def block() -> str:
         "### Single layers": [about_layers, "", *layers()],
         "### Compiled": [about_compiled, "", *compiled()],
         "### Memory of a step": [about_memory, "", *memory()],
-        "### Beside other libraries": [about, "", *peers()],
+        "### Other libraries": [about, "", *peers()],
         "### Decomposing": [decomposing()],
         "### int8": [about_int8, "", *quantized()],
         "### Start-up": [about_starting, "", *starting()],

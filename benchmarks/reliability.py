@@ -158,7 +158,7 @@ def findings() -> str:
 
 
 def zeros() -> str:
-    """Return the table of how layers that begin as zeros learn, beside dense ones."""
+    """Return the table of layers that start at zero, low-rank and dense."""
     told = record("zeros")
     lines = [
         "| layer | begins as | optimizer, warm-up | dense | LoD | difference |",

@@ -1,4 +1,4 @@
-"""Does a change leave all numbers as they are? Small runs with two versions, bit for bit.
+"""Verify that a change keeps all numbers: small runs with two commits, compared bit for bit.
 
     python benchmarks/same_losses.py COMMIT [--only PATTERN …] [--keep DIR]
 
@@ -43,7 +43,7 @@ EXPECTED: dict[str, str] = {
 
 
 class Outcome(NamedTuple):
-    """What the comparison of a run has found."""
+    """Result of the comparison of one run."""
 
     steps: int
     ranks: str
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 
 def checked_out(commit: str, directory: Path) -> Path:
-    """Return the sources of the library as they are at a commit."""
+    """Return the sources of the library at a commit."""
     packed = subprocess.run(
         ["git", "archive", commit, "src"], cwd=HERE.parent, capture_output=True, check=True
     )

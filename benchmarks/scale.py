@@ -110,7 +110,7 @@ def penalty_bytes(of: Sizes) -> int:
 
 
 def seconds_per_factor() -> float:
-    """What a shrink takes per factor beside what it sends, as measured."""
+    """Return the measured time of a shrink per factor, without communication."""
     found = json.loads((RESULTS / "shrink.json").read_text())["answer"]["median_seconds"]
     measured = found["transformer, 6 layers, FSDP2"]
     return measured["shrink"] / measured["factors"]

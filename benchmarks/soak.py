@@ -1,9 +1,9 @@
-"""Kill the program at random moments, go on, and compare with what nobody disturbed.
+"""Kill the program at random moments, resume it, and compare with an undisturbed run.
 
-python benchmarks/soak.py 1000      (goes on where an earlier call on the same commit stopped)
+python benchmarks/soak.py 1000      (resumes an earlier call on the same commit)
 python benchmarks/soak.py 500 --only compress distill deploy tune compare    (its own record)
 
-A life is one piece of work, begun anew: it is killed with SIGKILL up to twelve times, each at a
+A life is one piece of work from its start: it is killed with SIGKILL up to twelve times, each at a
 random moment, started again each time as the documentation says, and ends undisturbed. Then its
 files have to be those of the undisturbed one, and nothing else may be left. Every start is a fork
 of this process, because imports take longer than the work.
@@ -87,7 +87,7 @@ class Kind:
     needs: str = ""
     """The kind whose undisturbed end it begins with."""
     over: Callable[[], bool] = lambda: False
-    """Say whether a start that was killed had done its work before."""
+    """Return True if a killed start had finished its work."""
 
 
 def program(*arguments: str) -> Work:
@@ -188,7 +188,7 @@ def model(seed: int) -> nn.Module:
 
 
 def written_again_and_again(write: Callable[[nn.Module], object]) -> None:
-    """Write one model and the other in turn, until killed; a short while if nobody does."""
+    """Write two models in turn until killed, for a limited time."""
     models, until = cycle((model(0), model(1))), time.monotonic() + 0.5
     while time.monotonic() < until:
         write(next(models))
@@ -242,14 +242,14 @@ WEIGHTS = {
 }  # fmt: skip
 """How often each is drawn."""
 PLACES = {"deploy": "out", "compress": "small", "distill": "distilled"}
-"""The directory that a command puts in place, whose lock stays, held by nobody."""
+"""Directory that a command moves into place; its lock file stays, unlocked."""
 
 
 # -- one life --------------------------------------------------------------------------------------
 
 
 def started(work: Work, after: float | None = None) -> str:
-    """Run something in a fork, killed after so many seconds; say how it ended."""
+    """Run an action in a fork that is killed after some seconds; return how it ended."""
     child = os.fork()
     if child == 0:
         sink = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,4 +1,4 @@
-"""What does a training step cost beside the dense model's? Ratios of CPU time, lower is better.
+"""Measure training steps relative to the dense model: ratios of CPU time, lower is better.
 
     python benchmarks/step.py [--rounds 15] [--threads 1] [--only "small VGG" …] [--compiled]
 
@@ -7,7 +7,7 @@ Until a budget lands, layers are trained as their dense weights: nothing is mult
 `limit` is what arithmetic alone would allow: each layer composed once per step or factored,
 whichever multiplies less, at the speed of the dense layers. `masked` is the naive way: factors of
 full size whose removed ranks are multiplied by zero. Each model is measured in turn, in one
-process; results of models that are left out stay as they are.
+process; results of models that are left out are kept.
 """
 
 from __future__ import annotations

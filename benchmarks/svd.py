@@ -1,4 +1,4 @@
-"""How fast does a weight become factors, beside torch's own SVD, and how exact are they?
+"""Measure time and error of the decomposition of weights, relative to torch's SVD.
 
     python benchmarks/svd.py [--rounds 3] [--threads 1]
 
@@ -51,7 +51,7 @@ def peak_over_weight(name: str, m: int, n: int) -> float:
     """
     torch.set_num_threads(1)
     weight = torch.randn(1, m, n) / n**0.5
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("VmRSS")
     VARIANTS[name](weight, min(m, n))
     return (memory("VmHWM") - before) / (weight.numel() * weight.element_size())

@@ -1,4 +1,4 @@
-"""Where does composing the factors beat applying them one by one? Fits INTERMEDIATE_COST.
+"""Fit INTERMEDIATE_COST: when is composing the factors faster than applying them in turn?
 
     python benchmarks/switch.py [--rounds 7] [--groups]
 

@@ -1,9 +1,9 @@
-"""What do the callbacks add to a training step, beside LoD in a loop written by hand?
+"""Measure what the callbacks add to a training step, relative to LoD in a manual loop.
 
     python benchmarks/trainers.py [--rounds 600]
 
 In each trainer one step is taken with the callback's events, and one with the same calls of LoD
-made directly, in turns. What is timed is the whole step: forward, backward, optimizer; in time of
+made directly, in turns. The whole step is timed: forward, backward, optimizer; in time of
 the processor, of which other processes on the machine take nothing.
 """
 

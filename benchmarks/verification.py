@@ -1,4 +1,4 @@
-"""What verifying a file of half a gigabyte costs, beside one plain read of the same bytes.
+"""Measure the verification of a file of half a gigabyte, relative to reading its bytes.
 
 python benchmarks/verification.py
 

@@ -130,7 +130,7 @@ def needed(asked: str) -> set[str]:
 
 
 def _applies(other: Requirement, extras: set[str]) -> bool:
-    """Say whether what a package asks for counts here, with these of its extras."""
+    """Return True if a requirement of a package applies here, with these extras."""
     return other.marker is None or any(
         other.marker.evaluate({"extra": extra}) for extra in extras or {""}
     )

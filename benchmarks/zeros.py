@@ -1,11 +1,11 @@
-"""Do layers that begin as zeros, or without some ranks, learn as dense ones do?
+"""Train layers that start at zero, or without some ranks, and compare them with dense ones.
 
 python benchmarks/zeros.py [--seeds 4] [--begin "half of the ranks"] [--data DIRECTORY]
 
 A head of a ViT, a residual branch and the last layer of an MLP, on 3,000 images of MNIST: with Adam
 and SGD, with and without a warm-up, from zeros, from half of the ranks and as torch begins. Each is
 trained dense and by `LoD` (λ 1e-4), from the same weights on the same batches, and judged on the
-test images. What is not asked for, or was trained on the same commit, stays as recorded.
+test images. Results of other settings, or of the same commit, are kept.
 """
 
 from __future__ import annotations

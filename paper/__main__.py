@@ -1,9 +1,9 @@
-"""python -m paper: list the items, measure some of them, write the README from what was measured.
+"""Reproduction of the paper: list items, measure them, write the README from the results.
 
-python -m paper                     what there is, and what has been measured
-python -m paper toy counts          measure these items; what was trained already is kept
+python -m paper                     list all items and their state
+python -m paper toy counts          measure these items; finished trainings are reused
 python -m paper table10 --smoke     a smoke test: one seed, one epoch, few samples
-python -m paper readme              write README.md from the results, measuring nothing
+python -m paper readme              write README.md, figures and pages from the results
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ITEMS = (
     "times", "budgets", "sampling", "compare", "compare_cifar",
     "compare_digits", "every-size", "every-size-whole",
 )  # fmt: skip
-"""In the order of the README."""
+"""Items in the order of the README."""
 
 
 START, END = "<!-- python -m paper readme -->\n", "<!-- end of it -->"
-"""Where the project's README has its summary."""
+"""Marks around the summary in docs/measured.md."""
 
 
 def item(name: str) -> ModuleType:
@@ -40,11 +40,16 @@ def item(name: str) -> ModuleType:
 
 
 def measure(name: str, scale: Scale, results: Path) -> None:
-    """Do the work of one item and write its result, figures and pages."""
+    """Measure one item and write its result, figures and pages."""
     start = time.monotonic()
     module = item(name)
     result = module.measure(scale)
     write(name, result, time.monotonic() - start, results)
+    draw(module, result, results)
+
+
+def draw(module: ModuleType, result: dict[str, Any], results: Path) -> None:
+    """Write the figures and pages of an item from its result."""
     for figure, drawing in module.figures(result).items():
         (results / f"{figure}.svg").write_text(drawing)
     for page, content in pages(module, result).items():
@@ -52,13 +57,13 @@ def measure(name: str, scale: Scale, results: Path) -> None:
 
 
 def pages(module: ModuleType, result: dict[str, Any]) -> dict[str, str]:
-    """Return the pages that an item has beside its part of the README, by name."""
+    """Return the HTML pages of an item by name."""
     made: dict[str, str] = module.pages(result) if hasattr(module, "pages") else {}
     return made
 
 
 def readme(results: Path = RESULTS) -> str:
-    """Return the README as it follows from the results."""
+    """Return the README that follows from the results."""
     parts = [(ROOT / "preface.md").read_text()]
     for name in ITEMS:
         record, module = read(name, results), item(name)
@@ -74,8 +79,8 @@ def readme(results: Path = RESULTS) -> str:
 
 
 def summary(results: Path = RESULTS) -> str:
-    """Return what the project's README says: what came of each item, and Table 10."""
-    lines = ["| item | what came out |", "|---|---|"]
+    """Return the summary for docs/measured.md: the outcome of each item, and Table 10."""
+    lines = ["| item | outcome |", "|---|---|"]
     for name in ITEMS:
         record, module = read(name, results), item(name)
         outcome = module.judgement(record["result"]) if record else "not measured yet"
@@ -86,7 +91,10 @@ def summary(results: Path = RESULTS) -> str:
 
 
 def write_readmes(results: Path) -> None:
-    """Write the README here, and the page that sums it up, from the results."""
+    """Write the README here, all figures and pages, and the summary in docs/measured.md."""
+    for name in ITEMS:
+        if record := read(name, results):
+            draw(item(name), record["result"], results)
     (ROOT / "README.md").write_text(readme(results))
     main_readme = ROOT.parent / "docs" / "measured.md"
     head, rest = main_readme.read_text().split(START)
@@ -104,12 +112,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, help="where results go")
     options = parser.parse_args(arguments)
     if options.smoke and options.results is None:
-        parser.error("--smoke needs --results DIR: its numbers must not be taken for measured ones")
+        parser.error(
+            "--smoke needs --results DIR, which keeps its numbers apart from measured ones"
+        )
     results = options.results or RESULTS
     for name in options.items:
         if name not in (*ITEMS, "all", "readme"):
             parser.error(
-                f"there is no item {name!r}.{suggest(name, ITEMS)} Items: {', '.join(ITEMS)}."
+                f"item {name!r} is unknown.{suggest(name, ITEMS)} Known: {', '.join(ITEMS)}."
             )
     if not options.items:
         for name in ITEMS:

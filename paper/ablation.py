@@ -33,7 +33,7 @@ def measure(scale: Scale) -> dict[str, Any]:
 
 
 def _row(run: Run) -> dict[str, Any]:
-    """Describe a run; one that never shrank is cut at its end, by the same threshold."""
+    """Return the numbers of a run; one that did not shrink is cut at its end by the threshold."""
     settings = run.recipe.settings
     assert isinstance(settings, LoDSettings)
     if settings.shrink:

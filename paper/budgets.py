@@ -1,4 +1,4 @@
-"""Beyond the paper: trainings that land on a budget, beside a sweep of λ at the same size."""
+"""Beyond the paper: trainings to a budget, compared with a sweep of λ at the same size."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def markdown(result: dict[str, Any]) -> str:
             "|---|---|---|---|",
         ]
         for budget, rows in measured["budgets"].items():
-            accuracy, swept = _beside(rows, sweep)
+            accuracy, swept = _against_sweep(rows, sweep)
             lines.append(
                 f"| {budget} | {', '.join(f'{share:.1%}' for share in _used(budget, rows))} "
                 f"| {accuracy:.2f} | {'smaller than any' if swept is None else f'{swept:.2f}'} |"
@@ -106,8 +106,8 @@ def judgement(result: dict[str, Any]) -> str:
 def _judgement(measured: dict[str, Any]) -> str:
     budgets, sweep = measured["budgets"], curve(measured["sweep"])
     within = all(0.95 <= share <= 1.0 for b, rows in budgets.items() for share in _used(b, rows))
-    landed = "Every training lands" if within else "Not every training lands"
-    pairs = [_beside(rows, sweep) for rows in budgets.values()]
+    landed = "Every training ends" if within else "Not every training ends"
+    pairs = [_against_sweep(rows, sweep) for rows in budgets.values()]
     gaps = ", ".join(f"{mine - swept:+.2f}" for mine, swept in pairs if swept is not None)
     against = f" Against the sweep: {gaps} pp." if gaps else ""
     return f"{landed} within 5 % below its budget.{against}"
@@ -118,7 +118,7 @@ def _used(budget: str, rows: list[dict[str, Any]]) -> list[float]:
     return [row["relative_params"] / float(budget) for row in rows]
 
 
-def _beside(rows: list[dict[str, Any]], sweep: list[Point]) -> tuple[float, float | None]:
-    """Return the mean accuracy in % of trainings, and that of the sweep at their mean size."""
+def _against_sweep(rows: list[dict[str, Any]], sweep: list[Point]) -> tuple[float, float | None]:
+    """Return mean accuracies in %: of trainings, and of the sweep at their mean size."""
     size = mean(row["relative_params"] for row in rows)
     return 100 * mean(row["accuracy"] for row in rows), at_size(sweep, size)

@@ -34,7 +34,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         "The models have a quarter of the paper's width and work at half the resolution; they "
         "train for few epochs, so λ is larger: what counts is λ times the steps. The paper's rows "
-        "beside ours are those of the nearest size.",
+        "next to ours are those of the nearest size.",
         "",
     ]
     for recipe, rows in result.items():
@@ -87,7 +87,7 @@ def _judgement(rows: dict[str, Any], published: Published) -> str:
 
 
 def _ordering(rows: list[tuple[float, float]]) -> str:
-    """Say how size and accuracy go with λ, given (accuracy, params) of dense and of growing λ."""
+    """Describe size and accuracy over λ, given (accuracy, params) of dense and growing λ."""
     (dense, _), *trained = rows
     smaller = all(b[1] <= a[1] for a, b in pairwise(trained))
     rises = sum(b[0] > a[0] for a, b in pairwise(trained))

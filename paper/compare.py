@@ -1,4 +1,4 @@
-"""Figure 3 and Tables 1 to 3 and 15, scaled down: every method on one task, on the same terms."""
+"""Figure 3 and Tables 1 to 3 and 15, scaled down: all methods on one task, on equal terms."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import sys
 from typing import Any
 
 from maestro_lod.baselines.compare import Comparison, Row, compare
-from maestro_lod.baselines.compare.page import page
-from maestro_lod.baselines.compare.words import (
-    best,
-    costs,
-    ranked,
-    score,
-    setting,
-    size_of,
-    winning,
+from maestro_lod.baselines.compare.comparison_text import (
+    cost_texts,
+    describe_conditions,
+    describe_front,
+    describe_winner,
+    score_text,
+    size_text,
+    sorted_rows,
 )
+from maestro_lod.baselines.compare.page import page
 from maestro_lod.cli.report.text import times
 from paper.published import COMPARED
 from paper.scale import Scale
@@ -74,7 +74,8 @@ def _page(found: Comparison) -> str:
 def markdown(result: dict[str, Any]) -> str:
     found = Comparison.from_dict(result)
     lines = [
-        f"{setting(found)} [As a page](results/{_page(found)}.html). The paper has these methods "
+        f"{describe_conditions(found)} [As a page](results/{_page(found)}.html). The paper has "
+        "these methods "
         "on other models, each at a size of its own; its numbers are here for their order.",
         "",
         "| size | method | params | MACs | bytes | training | test accuracy "
@@ -82,24 +83,28 @@ def markdown(result: dict[str, Any]) -> str:
         + "|",
         "|---" * (7 + len(COMPARED)) + "|",
     ]
-    for row in ranked(found):
-        params, macs, size, _, training = costs(found, row)
-        cells = [size_of(row), row.method, params, macs, size, training, score(found, row)]
+    for row in sorted_rows(found):
+        params, macs, size, _, training = cost_texts(found, row)
+        cells = [size_text(row), row.method, params, macs, size, training, score_text(found, row)]
         lines.append(f"| {' | '.join([*cells, *_printed(row.method)])} |")
-    said = [*(winning(found, winner) for winner in found.winners), best(found), judgement(result)]
+    said = [
+        *(describe_winner(found, winner) for winner in found.winners),
+        describe_front(found),
+        judgement(result),
+    ]
     lines += ["", *(f"{sentence}\n" for sentence in said)]
     lines += [f"Missing: {what}: {reason}\n" for what, reason in found.missing]
     return "\n".join(lines)
 
 
 def _printed(method: str) -> list[str]:
-    """Return what the paper prints of a method: accuracy and size, model by model."""
+    """Return accuracy and size of a method as the paper prints them, for each model."""
     known = [table.get(method) for table in COMPARED.values()]
     return ["–" if it is None else f"{it[0]:.2f} % at {times(it[1])}" for it in known]
 
 
 def judgement(result: dict[str, Any]) -> str:
-    """Say which orders of the paper hold here: Maestro beside each other method."""
+    """Describe for which methods the order of the paper, relative to Maestro, holds here."""
     found = Comparison.from_dict(result)
     groups: dict[str, list[str]] = {"holds": [], "is the other way round": [], "depends": []}
     for method in METHODS:
@@ -127,7 +132,7 @@ def judgement(result: dict[str, Any]) -> str:
         for wins in [sum(other.mean > ours.mean for ours, other in pairs)]
     ]
     said += unpublished
-    return f"On the same terms ({found.recipe}, seeds: {found.seeds}): {'; '.join(said)}."
+    return f"On equal terms ({found.recipe}, seeds: {found.seeds}): {'; '.join(said)}."
 
 
 _ENDS = {
@@ -138,7 +143,7 @@ _ENDS = {
 
 
 def _pairs(found: Comparison, method: str) -> list[tuple[Row, Row]]:
-    """Return our rows beside those of another method of the same size, or of a size of its own."""
+    """Return pairs of our rows and those of another method of the same size."""
     ours = {row.size: row for row in found.rows if row.method == "lod"}
     others = [row for row in found.rows if row.method == method]
     if not ours:

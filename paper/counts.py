@@ -1,6 +1,6 @@
-"""The counts of every model and every baseline that follow from arithmetic, beside the paper's.
+"""Counts of all models and baselines that follow from arithmetic, compared with the paper's.
 
-Nothing is trained and nothing multiplied: models are built on the meta device and counted there.
+Nothing is trained or computed: models are built on the meta device and counted there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maestro_lod import RankSampler, summary
-from maestro_lod.cli.models import MODELS
+from maestro_lod.cli.registry import MODELS
 from maestro_lod.model.cost import Summary, count_params
 from maestro_lod.model.inputs import Example
 from maestro_lod.model.structure import restructure, uninitialized
@@ -43,12 +43,12 @@ UNITS = {"": 1.0, "M": 1e6, "G": 1e9, "×": 1.0, "%": 0.01}
 
 @dataclass(frozen=True)
 class Count:
-    """One count of ours, and the same as the paper prints it: where -> as it stands."""
+    """One count, and its printed values in the paper by place."""
 
     what: str
     quantity: str
     ours: float
-    """Whole numbers are exact; others are known no better than what they follow from."""
+    """Value; whole numbers are exact, others as exact as the numbers that they follow from."""
     printed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -106,7 +106,7 @@ def judgement(result: dict[str, Any]) -> str:
 
 
 def written(value: float) -> str:
-    """Write a count: exact ones with all digits, others as far as they mean something."""
+    """Return a count as text: exact ones with all digits, others with significant digits."""
     if isinstance(value, int):
         return f"{value:,}"
     if value < 1000:
@@ -124,7 +124,7 @@ def parsed(text: str) -> tuple[float, float]:
 
 
 def agrees(text: str, ours: float) -> bool:
-    """Say whether a count is what is printed, within the printed digits."""
+    """Return True if a count equals the printed value within its digits."""
     value, half = parsed(text)
     return abs(value - ours) <= half * (1 + 1e-9)
 
@@ -142,7 +142,7 @@ def example(name: str) -> Example:
 
 
 def low_rank(model: nn.Module, **choice: Any) -> nn.Module:
-    """Do what `decompose` does to a model on the meta device, where there is nothing to factor."""
+    """Decompose a model on the meta device, where weights have no values."""
     options = {"only": None, "skip": None, "ranks": None, "tied": "keep", **choice}
     return restructure(model, Plan(model, **options).structure(), fill=uninitialized)
 
@@ -153,7 +153,7 @@ def both(what: str, found: Summary[int]) -> Iterator[Count]:
 
 
 def models() -> Iterator[Count]:
-    """The models, and what else goes by their names."""
+    """Return the models by name."""
     yield from counted("LeNet", "lenet")
 
     yield from counted("ResNet-18", "resnet18")
@@ -177,7 +177,7 @@ def models() -> Iterator[Count]:
 
 
 def counted(what: str, name: str, skip: str | None = None) -> Iterator[Count]:
-    """A dense model, and what it costs to train it decomposed, without a penalty."""
+    """Return the counts of a dense model and of its training, decomposed without a penalty."""
     x = example(name)
     yield from both(what, summary(MODELS[name](), x))
     model = low_rank(MODELS[name](), skip=skip)
@@ -189,7 +189,7 @@ def counted(what: str, name: str, skip: str | None = None) -> Iterator[Count]:
 
 
 def vgg19_wide() -> nn.Module:
-    """Pufferfish's VGG-19: two hidden linear layers before the last one."""
+    """Build the VGG-19 of Pufferfish: two hidden linear layers before the last one."""
     model: Any = MODELS["vgg19"]()
     hidden = nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()
     model.fc = nn.Sequential(*hidden, model.fc)
@@ -214,7 +214,7 @@ class _Outputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @torch.no_grad()
 def norm_and_relu(model: nn.Module, x: Example) -> int:
-    """Count as counters of FLOPs do: two per output of batch norm, one per output of ReLU."""
+    """Count two FLOPs per output of batch norm and one per output of ReLU."""
     outputs = _Outputs()
     with outputs:
         model.eval()(x)
@@ -225,7 +225,7 @@ def norm_and_relu(model: nn.Module, x: Example) -> int:
 
 
 def pufferfish() -> Iterator[Count]:
-    """A quarter of the full rank in the layers that Pufferfish chooses."""
+    """Count models at a quarter of the full rank in the layers that Pufferfish chooses."""
     skip = ["stem", "layer1.0", "*.shortcut", "fc"]
     found = summary(low_rank(MODELS["resnet18"](), skip=skip, ranks=0.25), example("resnet18"))
     yield from both("Pufferfish ResNet-18", found)
@@ -250,18 +250,18 @@ def pufferfish() -> Iterator[Count]:
     transformer = summary(halves, example("transformer"))
     yield from both("Pufferfish Transformer", transformer)
 
-    beside = "Maestro {}, beside Pufferfish".format
+    relative = "Maestro {}, relative to Pufferfish".format
     size, _ = parsed(MAESTRO_PARAMS["VGG-19, λ = 32e-6"])
-    yield Count(beside("VGG-19, λ = 32e-6"), "params", size / vgg.params)
+    yield Count(relative("VGG-19, λ = 32e-6"), "params", size / vgg.params)
     macs, size = (parsed(text)[0] for text in TRANSFORMER["2.56"])
-    yield Count(beside("Transformer, λ = 2.56"), "params", size / transformer.params)
-    yield Count(beside("Transformer, λ = 2.56"), "MACs", macs / transformer.macs)
+    yield Count(relative("Transformer, λ = 2.56"), "params", size / transformer.params)
+    yield Count(relative("Transformer, λ = 2.56"), "MACs", macs / transformer.macs)
     size, _ = parsed(MAESTRO_PARAMS["ResNet-50, all layers"])
-    yield Count(beside("ResNet-50, all layers"), "params", size / resnet50.params)
+    yield Count(relative("ResNet-50, all layers"), "params", size / resnet50.params)
 
 
 def strided_late(*stages: int) -> nn.Module:
-    """ResNet-50 with factored shortcuts that stride in their second factor, as in Pufferfish."""
+    """Return ResNet-50 whose factored shortcuts stride in the second factor, as in Pufferfish."""
     model = MODELS["resnet50"]()
     for stage in stages:
         shortcut: Any = model.get_submodule(f"layer{stage}.0.shortcut")
@@ -275,7 +275,7 @@ def strided_late(*stages: int) -> nn.Module:
 
 
 def others() -> Iterator[Count]:
-    """XNOR-Net and spectral initialization."""
+    """Count XNOR-Net and spectral initialization."""
     builds: dict[str, Callable[[], nn.Module]] = {
         "ResNet-18": MODELS["resnet18"],
         "VGG-19": vgg19_wide,
@@ -283,7 +283,7 @@ def others() -> Iterator[Count]:
     for name, build in builds.items():
         found = summary(build(), example("resnet18"))
         yield Count(f"XNOR-Net {name}", "params / 32", found.params / 32)
-        # the first and the last layer keep their numbers, every binary row has one beside it
+        # the first and the last layer keep their weights, every binary row has a scale
         binary = [row for row in found.layers if row.kind in ("Conv2d", "Linear")][1:-1]
         bits = sum(math.prod(row.shape) for row in binary)
         scales = sum(row.shape[0] for row in binary)
@@ -295,7 +295,7 @@ def others() -> Iterator[Count]:
 
 
 def spectral(budget: float) -> nn.Module:
-    """VGG-19 as spectral initialization has it: every convolution but the first is 1×3, then 3×1.
+    """Build VGG-19 for spectral initialization: convolutions as 1×3, then 3×1, except the first.
 
     One share ρ of out · 3 is the rank of all of them, the largest that fits the budget.
     """
@@ -325,14 +325,16 @@ def _spectral(share: float) -> nn.Module:
 
 
 def lenet_rows() -> Iterator[Count]:
-    """Rows of Table 10 in which only linear layers are smaller: a MAC less is a parameter less."""
+    """Count rows of Table 10 in which only linear layers are smaller, so MACs fix parameters."""
     found = summary(MODELS["lenet"](), example("lenet"))
     for name in ("8e-5", "16e-5"):
         params = found.params - (found.macs - LENET[name][2])
         printed = {"Table 10": str(LENET[name][3])}
         yield Count(f"LeNet, λ = {name}", "params, from its MACs", params, printed)
         printed = {"Table 10": LENET_PARAMS_SHARE[name]}
-        yield Count(f"LeNet, λ = {name}", "params beside dense", params / found.params, printed)
+        yield Count(
+            f"LeNet, λ = {name}", "params relative to dense", params / found.params, printed
+        )
     share = LENET_PARAMS_SHARE["32e-5"]
     about = parsed(share)[0] * found.params
     printed = {"Table 10": str(LENET["32e-5"][3])}
@@ -340,7 +342,7 @@ def lenet_rows() -> Iterator[Count]:
 
 
 def transformer_rows() -> Iterator[Count]:
-    """Rows of Table 13: embedding, norms and biases stay, each other weight is used per token."""
+    """Count rows of Table 13, where each weight of linear layers is used once per token."""
     model = MODELS["transformer"]()
     found = summary(model, example("transformer"))
     assert isinstance(model.embedding, nn.Embedding)
@@ -352,5 +354,5 @@ def transformer_rows() -> Iterator[Count]:
         yield Count(what, f"params, from its {macs}MACs", size, {"Table 13": params})
     least, _ = parsed(TRANSFORMER["5.12"][0])
     yield Count(
-        "Transformer, λ = 5.12", "MACs beside dense", least / found.macs, {"Table 13": "0.9 ×"}
+        "Transformer, λ = 5.12", "MACs relative to dense", least / found.macs, {"Table 13": "0.9 ×"}
     )

@@ -72,7 +72,7 @@ def markdown(result: dict[str, Any]) -> str:
             "",
             f"{judgement(result)} The last rank goes in epoch {settled[latest]} (λ = {latest}). "
             f"At λ = 0 the training loss ends at {ordered:.4f}, that of the dense model at "
-            f"{dense:.4f}: it is that of sampled submodels, so it has to be higher.",
+            f"{dense:.4f}: it is the loss of sampled submodels, which is higher by construction.",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""What the paper prints, quoted; misprints as they stand, with what they must have been beside."""
+"""Numbers that the paper prints, including misprints, with the values they must have had."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ COUNTS = {
     ("XNOR-Net ResNet-18", "params / 32"): {"Table 15": "0.349 M"},
     ("XNOR-Net VGG-19", "params / 32"): {"Table 15": "0.64 M"},
     ("Spectral init VGG-19, 2 % of dense", "params"): {"Table 15": "0.4 M"},
-    ("Maestro VGG-19, λ = 32e-6, beside Pufferfish", "params"): {"Section 5.2": "44.8 %"},
-    ("Maestro Transformer, λ = 2.56, beside Pufferfish", "params"): {"Section 5.2": "51.7 %"},
-    ("Maestro Transformer, λ = 2.56, beside Pufferfish", "MACs"): {"Section 5.2": "25 %"},
-    ("Maestro ResNet-50, all layers, beside Pufferfish", "params"): {"Section 5.2": "97.8 %"},
+    ("Maestro VGG-19, λ = 32e-6, relative to Pufferfish", "params"): {"Section 5.2": "44.8 %"},
+    ("Maestro Transformer, λ = 2.56, relative to Pufferfish", "params"): {"Section 5.2": "51.7 %"},
+    ("Maestro Transformer, λ = 2.56, relative to Pufferfish", "MACs"): {"Section 5.2": "25 %"},
+    ("Maestro ResNet-50, all layers, relative to Pufferfish", "params"): {"Section 5.2": "97.8 %"},
 }
 """Counts that follow from arithmetic, by what and quantity: where they stand, and as they stand."""
 
@@ -103,11 +103,11 @@ DISAGREEMENTS = {
     ("LeNet, λ = 32e-5", "params, from its 0.26 ×", "Table 10"): (
         "misprint: belongs one row above; what belongs here is lost"
     ),
-    ("Transformer, λ = 5.12", "MACs beside dense", "Table 13"): "misprint: 0.09",
-    ("Maestro VGG-19, λ = 32e-6, beside Pufferfish", "params", "Section 5.2"): (
+    ("Transformer, λ = 5.12", "MACs relative to dense", "Table 13"): "misprint: 0.09",
+    ("Maestro VGG-19, λ = 32e-6, relative to Pufferfish", "params", "Section 5.2"): (
         "misprint: the share of MACs, 0.13 / 0.29"
     ),
-    ("Maestro Transformer, λ = 2.56, beside Pufferfish", "MACs", "Section 5.2"): (
+    ("Maestro Transformer, λ = 2.56, relative to Pufferfish", "MACs", "Section 5.2"): (
         "not reproducible: follows from Pufferfish's 0.996 G"
     ),
 }
@@ -184,5 +184,5 @@ COMPARED = {
         "lod": (93.10, 2.20 / 20.56),
     },
 }
-"""Table 15 and Figure 3: accuracy in %, and params beside those of the dense model that it prints.
-Of binary weights params / 32; of several λ the one that the text compares with the others."""
+"""Table 15 and Figure 3: accuracy in %, and params relative to the printed dense model. Binary
+weights count as params / 32; of several λ, the one that the text compares with other methods."""

@@ -16,7 +16,7 @@ RESULTS = ROOT / "results"
 
 
 def write(name: str, result: dict[str, Any], seconds: float, results: Path) -> None:
-    """Keep an item's result, with the commit and the machine it was obtained on."""
+    """Write the result of an item with the commit and the machine that produced it."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -39,7 +39,7 @@ def write(name: str, result: dict[str, Any], seconds: float, results: Path) -> N
 
 
 def read(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
-    """Return an item's record, or None where it has not been measured."""
+    """Return the record of an item; None if it has not been measured."""
     path = results / f"{name}.json"
     if not path.exists():
         return None

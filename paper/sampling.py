@@ -1,4 +1,4 @@
-"""Beyond the paper: cutting several layers in a step, beside one at a time."""
+"""Beyond the paper: cutting several layers in a step, compared with one at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "lenet-mnist": ("64e-5", "128e-5"),
     "resnet18-small-cifar10": (),
 }
-"""Recipe -> λ beside 0."""
+"""Values of λ other than 0, by recipe."""
 STRATEGIES: dict[str, dict[str, Any]] = {"pairs": {}, "several": {"sampling": "several"}}
 SHARES = (0.5, 1 / 3, 0.25, 0.2, 0.15)
 
@@ -36,11 +36,11 @@ def measure(scale: Scale) -> dict[str, Any]:
 
 
 def _sizes(run: Run) -> dict[str, Any]:
-    """Return what a model trained without penalty reaches whole and at shares of its params."""
+    """Return the accuracies of a model trained without penalty, by share of its params."""
     trained = Trained.of(run)
     kept = (
         run.directory / "search-params.unfinished"
-    )  # minutes for the ResNet, so it can be gone on with
+    )  # takes minutes for the ResNet, so it can be resumed
     found = search(trained, cost="params", until=SHARES[-1], resume=kept)
     reached = {"1.00": trained.test()["accuracy"]}
     for share in SHARES:
@@ -53,7 +53,7 @@ def _sizes(run: Run) -> dict[str, Any]:
 
 
 def _course(run: Run) -> dict[str, Any]:
-    """Return how a training with a penalty went: params after each epoch, and its end."""
+    """Return params after each epoch of a training with a penalty, and its result."""
     return {**row(run), "course": [epoch.params for epoch in run.epochs()]}
 
 

@@ -1,4 +1,4 @@
-"""How much of an item is done, and the training runs that items share."""
+"""Extent of a measurement, and the training runs that items share."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ class Scale:
         return (0,) if self.smoke else (0, 1, 2)
 
     def some(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return these names of variants, or the first one of them in a smoke test."""
+        """Return the names of variants, in a smoke test only the first."""
         return names[:1] if self.smoke else names
 
     def trained(self, recipe: str, **changes: Setting) -> Run:
-        """Return a finished run of a recipe: one that lies there, or one trained now.
+        """Return a finished run of a recipe, trained now if it does not exist.
 
-        A run that was stopped is gone on with. A change is a setting, with `__` for the dot:
-        `budget__params=0.2`.
+        A stopped run is resumed. Changes are settings with `__` for the dot: `budget__params=0.2`.
         """
         given = {key.replace("__", "."): value for key, value in changes.items()}
         name = Path(recipe).stem  # of a recipe of ours, or of a file
@@ -66,7 +65,7 @@ def _written(value: Setting) -> str:
 
 
 def row(run: Run) -> dict[str, Any]:
-    """Return what the paper's tables say of a run: quality, what is deployed, cost of training."""
+    """Return quality, deployed size and training cost of a run, as in the paper's tables."""
     result = run.result()
     summary, ledger = result["summary"], result["ledger"]
     return {

@@ -15,7 +15,7 @@ from paper.scale import Scale, row
 TITLE = "Figures 5 and 11 to 13: LeNet cut to size, against SVD of the dense model"
 SHARES = (0.75, 0.5, 1 / 3, 0.25, 0.2, 0.15)
 SEARCHES = {"macs": "greedy", "params": "look-ahead"}
-"""What a search saves, and how: the paper's search for its figures, ours for sizes in params."""
+"""Search by cost: the paper's for its figures, look-ahead for sizes in params."""
 
 PAIRS, SEVERAL, SVD = "λ = 0", "λ = 0, sampling several", "SVD of dense"
 
@@ -73,7 +73,7 @@ def _tested(trained: Trained, found: Frontier) -> Curve:
 
 
 def at_most(curve: Curve, cost: str, limit: float) -> dict[str, Any] | None:
-    """Return what the search thinks best within a limit: the least loss on its training samples."""
+    """Return the size within a limit that has the least loss on the samples of the search."""
     within = [point for point in curve if point[cost] <= limit]
     return min(within, key=lambda point: point["loss"], default=None)
 

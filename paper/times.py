@@ -1,4 +1,4 @@
-"""Wall-clock beside MACs: what each epoch of a training takes at its ranks, relative to dense."""
+"""Wall-clock time and MACs: each epoch of a training at its ranks, relative to dense."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paper import cifar, multi30k
 from paper.published import LENET
 from paper.scale import Scale, row
 
-TITLE = "Wall-clock beside MACs: time of training, relative to dense"
+TITLE = "Wall-clock time and MACs: time of training, relative to dense"
 MODELS = {
     "lenet-mnist": tuple(name for name in LENET if name != "dense"),
     "resnet18-small-cifar10": cifar.LAMBDAS,

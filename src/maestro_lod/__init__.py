@@ -14,8 +14,7 @@ from maestro_lod.version import __version__ as __version__
 if TYPE_CHECKING:
     from maestro_lod.baselines.compare import compare as compare
     from maestro_lod.cli.data import Data, load_data
-    from maestro_lod.cli.methods import METHODS
-    from maestro_lod.cli.models import MODELS
+    from maestro_lod.cli.registry import METHODS, MODELS
     from maestro_lod.cli.tuning.search import explore as explore
     from maestro_lod.cli.tuning.search import tune as tune
     from maestro_lod.cli.tuning.trials import Reached as Reached
@@ -112,8 +111,7 @@ __all__ = [
 _HOMES = {
     "baselines.compare": ("compare",),
     "cli.data": ("Data", "load_data"),
-    "cli.methods": ("METHODS",),
-    "cli.models": ("MODELS",),
+    "cli.registry": ("METHODS", "MODELS"),
     "cli.tuning.search": ("explore", "tune"),
     "cli.tuning.trials": ("Reached",),
     "deploy.deployment": ("deploy_size",),

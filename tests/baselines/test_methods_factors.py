@@ -23,8 +23,8 @@ from maestro_lod.baselines.pufferfish import PufferfishSettings
 from maestro_lod.baselines.spectral import FactorPair, SpectralSettings, factorized
 from maestro_lod.baselines.stages import epochs_of, exchange
 from maestro_lod.baselines.svd import SVDSettings
-from maestro_lod.cli.models import MODELS
 from maestro_lod.cli.models.lenet import LeNet
+from maestro_lod.cli.registry import MODELS
 from maestro_lod.layers import LowRankConv, LowRankConvTranspose
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import count_params, summary
@@ -145,7 +145,7 @@ def test_an_exchange_keeps_groups_and_order() -> None:
 def test_a_bare_layer_cannot_change_while_it_trains() -> None:
     layer = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    with pytest.raises(lod.MaestroError, match=r"Put it into a module: nn.Sequential"):
+    with pytest.raises(lod.MaestroError, match=r"Wrap it: nn.Sequential"):
         exchange(layer, optimizer, lambda: lod.decompose(layer, ranks=2))
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from maestro_lod.baselines.narrow import NarrowSettings
-from maestro_lod.cli.models import MODELS
 from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.cli.recipe import load_recipe
+from maestro_lod.cli.registry import MODELS
 from maestro_lod.cli.setup import Builds, Setup, data_of, model_of
 from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import count_params, summary

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import maestro_lod as lod
-from maestro_lod.cli.methods import METHODS
 from maestro_lod.cli.recipe import load_recipe
+from maestro_lod.cli.registry import METHODS
 from maestro_lod.cli.run import Run
 from maestro_lod.cli.setup import Setup
 from maestro_lod.cli.trained import Trained
@@ -147,19 +147,19 @@ def test_every_method_sees_the_same_batches(name: str) -> None:
         ("narrow", ["size=1.5"], "size=1.5 must be a share of the dense model between 0 and 1"),
         ("narrow", ["size=true"], "size=true must be a share of the dense model"),
         ("pufferfish", ["size=0.01"], "size=0.01 cannot be reached: with rank 1 in every layer"),
-        ("pufferfish", ["decompose.ranks=0.5"], "size chooses the ranks"),
+        ("pufferfish", ["decompose.ranks=0.5"], "size determines the ranks"),
         ("pufferfish", ["warmup=1"], "warmup=1 leaves no epoch"),
         ("svd", ["size=0.01"], "size=0.01 cannot be reached: with rank 1 in every layer"),
         ("svd", ["size="], "size=null must be a share of the dense model"),
         ("svd", ["finetune=1.0"], "finetune=1 leaves no epoch"),
         ("svd", ["search=clever"], 'search="clever" is unknown'),
-        ("dense", ["size=0.3"], "method=dense has no use for size"),
-        ("cuttlefish", ["size=0.3"], "method=cuttlefish has no use for size"),
-        ("cuttlefish", ["decompose.ranks=0.3"], "cuttlefish finds the ranks itself"),
-        ("cuttlefish", ["least_rank=3"], "least_rank=3 must be a share of the full rank"),
+        ("dense", ["size=0.3"], "method=dense does not use size"),
+        ("cuttlefish", ["size=0.3"], "method=cuttlefish does not use size"),
+        ("cuttlefish", ["decompose.ranks=0.3"], "decompose.ranks is not used by cuttlefish"),
+        ("cuttlefish", ["least_rank=3"], "least_rank=3 must be a share, at most 1"),
         ("spectral", ["size=0.01"], "size=0.01 cannot be reached: with rank 1 in every layer"),
-        ("spectral", ["decompose.ranks=3"], "leave decompose.ranks out"),
-        ("spectral", ["decompose.only=[fc1]"], "keep_ends=false decomposes them too"),
+        ("spectral", ["decompose.ranks=3"], "decompose.ranks is not used by spectral"),
+        ("spectral", ["decompose.only=[fc1]"], "Set keep_ends=false"),
         ("imp", ["size=1e-3"], "size=0.001 cannot be reached: biases, norms and embeddings"),
         ("imp", ["size="], "size=null must be a share of the dense model"),
         ("imp", ["prune=1"], "prune=1 must be between 0 and 1"),
@@ -168,8 +168,8 @@ def test_every_method_sees_the_same_batches(name: str) -> None:
         ("raregems", ["size="], "size=null must be a share of the dense model"),
         ("raregems", ["search_share=1"], "search_share=1 must be a share of the run"),
         ("xnor", ["real=[fc9]"], "real='fc9' matches no layer. Did you mean 'fc"),
-        ("xnor", ["real=['*']"], "has no layer between its first and its last one"),
-        ("xnor", ["size=0.3"], "method=xnor has no use for size"),
+        ("xnor", ["real=['*']"], "has no layer between the first and the last one"),
+        ("xnor", ["size=0.3"], "method=xnor does not use size"),
     ],
 )
 def test_what_cannot_be_is_one_clear_error(name: str, changes: list[str], message: str) -> None:
@@ -214,7 +214,7 @@ def test_every_method_learns(name: str, tmp_path: Path) -> None:
 def test_a_method_refuses_another_model() -> None:
     setup = Setup.of(small("pufferfish"))
     other = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    with pytest.raises(lod.MaestroError, match="made for another model"):
+    with pytest.raises(lod.MaestroError, match="created for a model or optimizer other"):
         fit(other, setup.data.train, optimizer=setup.optimizer, epochs=1, method=setup.method)
 
 
@@ -225,7 +225,9 @@ def test_a_wrapped_model_is_refused() -> None:
     )
     try:
         wrapped = nn.parallel.DistributedDataParallel(setup.model)
-        with pytest.raises(lod.MaestroError, match="Narrow trains in one process"):
+        with pytest.raises(
+            lod.MaestroError, match="Narrow does not support DistributedDataParallel"
+        ):
             setup.method.start(wrapped, setup.optimizer, RunPlan(2, 3))
         del wrapped
     finally:

@@ -171,7 +171,7 @@ def test_each_training_of_imp_runs_through_the_schedule() -> None:
 
 def test_one_epoch_is_too_short_for_stages() -> None:
     method = made(IMPSettings(size=0.5), mlp(), SAMPLE)
-    with pytest.raises(lod.MaestroError, match="give it 2 epochs or more"):
+    with pytest.raises(lod.MaestroError, match="needs at least 2 epochs"):
         trained(method, epochs=1)
 
 

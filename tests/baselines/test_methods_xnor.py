@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from maestro_lod.baselines.binary import Binarized, Binary, Sign, center_and_clamp, relaxed_gradient
 from maestro_lod.baselines.xnor import XNORSettings
-from maestro_lod.cli.models import MODELS
 from maestro_lod.cli.models.lenet import LeNet
+from maestro_lod.cli.registry import MODELS
 from maestro_lod.model.cost import count_params
 from maestro_lod.train.fit import fit
 from paper.counts import vgg19_wide

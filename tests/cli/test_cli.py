@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from maestro_lod.cli import main as cli
-from maestro_lod.cli.commands import listing
+from maestro_lod.cli.commands import demo
 from maestro_lod.cli.display import Display
 from maestro_lod.cli.recipe import recipe_names
 from maestro_lod.cli.report import runs as report_runs
@@ -191,7 +191,7 @@ WRONG = {
     "train digits --set schedule=milestones": "'schedule.epochs' is missing",
     "train digits --set optimizer.nesterov=true --set optimizer.momentum=0": "needs a momentum",
     "train digits --set distill=true": "distill needs its teacher: set full_pass=true too",
-    "train digits --set method=dense --set penalty=0.1": "method=dense has no use for penalty",
+    "train digits --set method=dense --set penalty=0.1": "method=dense does not use penalty",
     f"{DIGITS} --set budget.params=25": "is too small: rank 1 in every layer",
     f"{DIGITS} --set budget.macs=25": "Did you mean macs='25%'?",
     "train digits --set budget.params=25.0": "a percentage or a count: write '25%' or 25.",
@@ -200,16 +200,16 @@ WRONG = {
     "train digits --set decompose.ranks=0": "decompose.ranks=0 must be 1 or more",
     "summary digits --set epoch=3": "there is no setting 'epoch'. Did you mean 'epochs'?",
     # built-in parts
-    f"{DIGITS} --set model=lenett": "there is no model 'lenett'. Did you mean 'lenet'?",
+    f"{DIGITS} --set model=lenett": "model 'lenett' is unknown. Did you mean 'lenet'?",
     f"{DIGITS} --set model.options.colour=3": "model 'lenet' takes no 'colour'",
     f"{DIGITS} --set model.options.classes=few": "model 'lenet' failed: TypeError",
     f"{DIGITS} --set model.options.classes=3": "'lenet' gives 3 scores, but data 'digits' has 10",
     f"{DIGITS} --set data=digitz": "Did you mean 'digits'?",
-    f"{DIGITS} --set model=cancer.model": "no model 'cancer.model'. Did you mean 'cancer:model'?",
+    f"{DIGITS} --set model=cancer.model": "is unknown. Did you mean 'cancer:model'?",
     f"{DIGITS} --set data=my.code.data": "Did you mean 'my.code:data'?",
     f"{DIGITS} --set data.options.colour=3": "digits has no option 'colour'",
     f"{DIGITS} --set data.limit=1": "leaves none to train on",
-    f"{DIGITS} --set loss=mse": "there is no loss 'mse'",
+    f"{DIGITS} --set loss=mse": "loss 'mse' is unknown",
     f"{DIGITS} --set device=gpu": "device='gpu' cannot be used here",
     f"{DIGITS} --set device=meta": "device='meta' cannot be used here",
     f"{DIGITS} --set decompose.only=[fc9]": "only pattern 'fc9' matches no layer",
@@ -230,7 +230,7 @@ WRONG = {
     # where to
     f"{DIGITS} --out notes.txt": "notes.txt is a file. Give a directory",
     f"{DIGITS} --out notes.txt/run": "notes.txt is a file. Give a directory",
-    f"{DIGITS} --out full": "full is not empty. Give another --out, or go on",
+    f"{DIGITS} --out full": "full is not empty. Give another --out, or resume the run in it",
     # runs
     "resume nowhere": "nowhere is not a directory",
     "resume notes.txt": "notes.txt is not a directory",
@@ -239,11 +239,11 @@ WRONG = {
     "resume damaged": "damaged/config.yaml is not valid YAML",
     "resume foreign": "foreign/config.yaml: there is no setting 'epoch'",
     "report nowhere": "there is no such directory",
-    "report full": "full is no run",
+    "report full": "full is not a run directory",
     "report finished nowhere": "there is no such directory",
     "report damaged": "damaged/config.yaml is not valid YAML",
     "summary full": "full contains no run",
-    "summary finished --set epochs=3": "--set changes a recipe; the settings of a run are fixed",
+    "summary finished --set epochs=3": "--set does not apply to a finished run: finished.",
     "summary unfinished": "has not finished. Resume with: lod resume unfinished",
 }
 
@@ -345,13 +345,13 @@ def test_unexpected_trouble_with_files_is_one_line(
     def refused(*_: Any) -> None:
         raise PermissionError(13, os.strerror(13), "some/file")
 
-    monkeypatch.setattr(listing, "recipe_names", refused)
+    monkeypatch.setattr(demo, "recipe_names", refused)
     done = lod("recipes")
     assert (done.code, done.err) == (1, "lod: some/file: Permission denied.\n")
 
 
 def test_our_own_fault_is_owned_up_to(lod: Lod, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "recipe_names", lambda: 1 / 0)
+    monkeypatch.setattr(demo, "recipe_names", lambda: 1 / 0)
     done = lod("recipes")
     assert done.code == 1
     assert done.err.startswith("Traceback") and "ZeroDivisionError" in done.err
@@ -421,6 +421,8 @@ def test_tensorboard_that_is_not_installed_is_one_line(
 # -- stopping ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_ctrl_c_saves_and_says_how_to_go_on(
     lod: Lod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,6 +511,7 @@ def test_recipes_are_listed(lod: Lod) -> None:
     assert "LeNet on 8×8 digits" in lines[0]
 
 
+@pytest.mark.slow
 def test_the_demo_ends_with_a_table_and_a_report_with_a_slider(lod: Lod, tmp_path: Path) -> None:
     done = lod("demo", "--out", "a demo")
     assert done.code == 0, done.err

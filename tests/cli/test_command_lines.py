@@ -27,9 +27,10 @@ from hypothesis import strategies as st
 from maestro_lod.baselines.compare import command as comparing
 from maestro_lod.cli import main as cli
 from maestro_lod.cli import run as run_module
-from maestro_lod.cli.commands import compressing, results, training
+from maestro_lod.cli.commands import results, training
 from maestro_lod.cli.settings_list import all_settings
 from maestro_lod.cli.tuning.recipes import Tuning
+from maestro_lod.pretrained import compression
 
 
 class Accepted(BaseException):
@@ -38,7 +39,7 @@ class Accepted(BaseException):
 
 LONG_WORK = [
     (run_module, "fit"), (results, "find_frontier"), (results, "write_deployment"),
-    (results, "compare"), (compressing, "compressed"), (comparing, "do_compare"),
+    (results, "compare"), (compression, "compress"), (comparing, "do_compare"),
     (Tuning, "tune"), (Tuning, "explore"), (training, "launch"),
 ]  # fmt: skip
 

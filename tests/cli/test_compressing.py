@@ -211,7 +211,7 @@ def test_graphs_are_compressed_and_models_without_values_are_one_line(own, kind,
     Path("mine.yaml").write_text(f"model: {module}:{kind}\ndata: {module}:data\nepochs: 1\n")
     assert lod_command("compress", "mine.yaml", "--max-params", "0.5", "--out", "out") == code
     told = capsys.readouterr().err
-    assert "fault of lod" not in told and "Traceback" not in told
+    assert "bug in lod" not in told and "Traceback" not in told
     assert Path("out").exists() == (code == 0)
 
 
@@ -250,7 +250,7 @@ def test_mistakes_are_one_line_and_exit_code_two_or_one(llama, own, texts, tmp_p
         ((llama, *limit, *out), 2, "--data is missing"),
         ((llama, *data, "--max-params", "half", *out), 2, "is not a size"),
         ((llama, *data, *limit, "--to", "gguf", *out), 2, "--to gguf is not known"),
-        ((llama, *data, *limit, "--int8", *out), 2, "--int8 is for ONNX files"),
+        ((llama, *data, *limit, "--int8", *out), 2, "--int8 needs the format onnx"),
         ((llama, *data, *limit, *BOTH, *out), 2, "write the same file"),
         ((llama, *data, *limit, "--out", tmp_path / "taken"), 2, "exists already"),
         ((tmp_path / "taken", *data, *limit, *out), 1, "has no config.json"),

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import maestro_lod as lod
-from maestro_lod.cli.methods import METHODS, register
 from maestro_lod.cli.recipe import checked, dumped, load_recipe
+from maestro_lod.cli.registry import METHODS, register
 from maestro_lod.cli.run import Run
 from maestro_lod.cli.setup import Setup
 from maestro_lod.errors import OptionError
@@ -180,7 +180,7 @@ def test_fit_tells_a_method_of_the_plan_and_the_last_epoch() -> None:
 
 def test_a_name_is_given_once(pruning: None) -> None:
     register("pruning", PruningSettings)  # the same again
-    with pytest.raises(OptionError, match="there already is a method 'lod'"):
+    with pytest.raises(OptionError, match="the name of a method is already in use: 'lod'"):
         register("lod", PruningSettings)
 
 
@@ -215,9 +215,9 @@ def test_a_small_budget_begins_narrower(changes: list[str], narrower: bool) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["method=dense", "keep=0.1"], "method=dense has no use for keep"),
-        (["method=pruning", "penalty=1e-3"], "method=pruning has no use for penalty"),
-        (["keep=0.1"], "method=lod has no use for keep"),
+        (["method=dense", "keep=0.1"], "method=dense does not use keep"),
+        (["method=pruning", "penalty=1e-3"], "method=pruning does not use penalty"),
+        (["keep=0.1"], "method=lod does not use keep"),
         (["method=pruning", "keep=-1"], "keep=-1 must be greater than or equal to 0"),
         (["method=pruning", "kep=1"], "no setting 'kep'. Did you mean 'keep'"),
         (["method=prune"], "method=\"prune\" is unknown. Did you mean 'pruning'"),

@@ -12,8 +12,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from maestro_lod.cli.data import DATA
-from maestro_lod.cli.methods import METHODS
-from maestro_lod.cli.models import MODELS
 from maestro_lod.cli.recipe import (
     SGD,
     Adam,
@@ -25,6 +23,7 @@ from maestro_lod.cli.recipe import (
     load_recipe,
     recipe_names,
 )
+from maestro_lod.cli.registry import METHODS, MODELS
 from maestro_lod.cli.settings_list import all_settings
 from maestro_lod.errors import OptionError
 from maestro_lod.train.dense import DenseSettings
@@ -310,13 +309,16 @@ def test_several_faults_are_counted() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["method=dense", "penalty=1e-3"], "method=dense has no use for penalty"),
-        (["method=dense", "decompose.only=[fc1]"], "method=dense has no use for decompose"),
-        (["method=dense", "full_pass=true"], "method=dense has no use for full_pass"),
-        (["method=imp", "epochs=1"], "method=imp trains in stages: give it 2 epochs or more"),
-        (["method=raregems", "epochs=1"], "method=raregems trains in stages: give it 2 epochs"),
-        (["loss=mine:loss", "reduction=sum"], "reduction belong to loss=cross_entropy"),
-        (["loss=mine:loss", "label_smoothing=0.1"], "belong to loss=cross_entropy"),
+        (["method=dense", "penalty=1e-3"], "method=dense does not use penalty"),
+        (["method=dense", "decompose.only=[fc1]"], "method=dense does not use decompose"),
+        (["method=dense", "full_pass=true"], "method=dense does not use full_pass"),
+        (["method=imp", "epochs=1"], "method=imp trains in stages, so it needs at least 2 epochs"),
+        (
+            ["method=raregems", "epochs=1"],
+            "method=raregems trains in stages, so it needs at least 2",
+        ),
+        (["loss=mine:loss", "reduction=sum"], "reduction apply to loss=cross_entropy only"),
+        (["loss=mine:loss", "label_smoothing=0.1"], "apply to loss=cross_entropy only"),
     ],
 )
 def test_contradictions_are_refused(changes: list[str], message: str) -> None:

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import maestro_lod as lod
-from maestro_lod import markup, plot
 from maestro_lod.cli.report import charts, text, write_report
 from maestro_lod.cli.report.runs import read_runs
 from maestro_lod.errors import CheckpointError, MaestroError, OptionError
+from maestro_lod.model import plot
+from maestro_lod.text import tag
 
 LENET = {"conv1": (6, 25), "conv2": (16, 150), "fc1": (120, 400), "fc2": (84, 120), "fc3": (10, 84)}
 POSITIONS = {"conv1": 784, "conv2": 100}
@@ -312,9 +313,11 @@ def test_several_runs_side_by_side(tmp_path, report):
     ]
     page = report(*runs)
     assert page.headings[:4] == ["comparison", "planes", "training", "cost"]
-    assert len(page.all("div", "card")) == len(runs)
-    assert "stopped is unfinished. 7 of 20 epochs are done" in page.text
-    assert "started is unfinished. No epoch is done yet" in page.text
+    table = page.text.partition("total rankepochstime")[2].partition("Scores are on test data")[0]
+    assert all(run.name in table for run in runs)
+    assert not page.all("div", "card")  # the table has their numbers
+    assert "stopped is unfinished. 7 of 20 epochs are finished" in page.text
+    assert "started is unfinished. No epoch is finished" in page.text
     planes = [chart for chart in page.data if chart.get("by") == "xy"]
     for chart in planes:  # the dense run included, the unfinished one too
         assert [hit[1] for hit in chart["hits"]] == ["strong", "weak", "dense", "stopped"]
@@ -343,7 +346,8 @@ def test_an_unfinished_run_has_a_page(tmp_path, report):
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     page = report(run)
     assert (
-        "Unfinished. 7 of 20 epochs are done; the numbers are those of the last one." in page.text
+        "Unfinished. 7 of 20 epochs are finished; the numbers are those of the last one."
+        in page.text
     )
     assert f"Validation accuracy{100 * last['validation_accuracy']:.2f} %" in page.text
     assert "full rank means the largest rank seen" in page.text
@@ -354,7 +358,7 @@ def test_a_run_without_an_epoch_has_a_page(tmp_path, report):
     run = write_run(tmp_path / "run", done=0)
     page = report(run)
     assert page.headings == ["settings", "environment"]
-    assert "No epoch is done yet, so there are no numbers." in page.text
+    assert "No epoch is finished, so there are no numbers yet." in page.text
     for name in ("metrics.jsonl", "environment.json"):
         (run / name).unlink()
     assert report(run).headings == ["settings"]
@@ -478,7 +482,7 @@ def test_markup_gives_back_the_text_it_was_given(content, value, facts):
             self.values = (*self.values, *attrs)
 
     reader = Reader()
-    reader.feed(markup.tag("p", content, title=value))
+    reader.feed(tag("p", content, title=value))
     reader.close()
     assert reader.texts == content
     assert reader.values == (("title", value),)
@@ -491,11 +495,11 @@ def test_a_page_needs_nothing_else(tmp_path, report):
     page = report(write_run(tmp_path / "run", frontier=True), write_run(tmp_path / "other"))
     ids = [a["id"] for _, a in page.elements if "id" in a]
     assert len(ids) == len(set(ids))
-    for tag, attributes in page.elements:
+    for name, attributes in page.elements:
         assert "src" not in attributes
         if "href" in attributes:
             link = attributes["href"]
-            assert link.startswith("data:") if tag == "link" else link[1:] in ids
+            assert link.startswith("data:") if name == "link" else link[1:] in ids
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page.source)
     (policy,) = [a["content"] for a in page.all("meta") if a.get("http-equiv")]
     assert policy.startswith("default-src 'none';")
@@ -545,15 +549,17 @@ def test_colours_can_be_read(scheme):
 
 
 def test_nothing_to_report():
-    with pytest.raises(OptionError, match="at least one run directory"):
+    with pytest.raises(OptionError, match="no run directory was given"):
         write_report([], Path("report.html"))
 
 
 def test_a_directory_that_is_no_run(tmp_path):
-    with pytest.raises(CheckpointError, match=r"is no run: it has no config\.yaml\. Give a dir"):
+    with pytest.raises(
+        CheckpointError, match=r"is not a run directory: it has no config\.yaml\. Give a dir"
+    ):
         write_report([tmp_path], tmp_path / "report.html")
     write_run(tmp_path / "runs" / "lenet")
-    with pytest.raises(CheckpointError, match=r"it holds runs\. Give these: .*lenet\."):
+    with pytest.raises(CheckpointError, match=r"it contains runs\. Give these: .*lenet\."):
         write_report([tmp_path / "runs"], tmp_path / "report.html")
     with pytest.raises(CheckpointError, match=r"no such directory\. Did you mean 'lenet'\?"):
         write_report([tmp_path / "runs" / "lenett"], tmp_path / "report.html")
@@ -565,9 +571,9 @@ def test_a_torn_last_line_is_left_out(tmp_path, report):
     whole = (run / "metrics.jsonl").read_bytes()
     for torn in (b'{"epoch": 4, "train_lo', b'{"note": "\xc3', b"{}"[:1], b"\0\0\0\0"):
         (run / "metrics.jsonl").write_bytes(whole + torn)
-        assert "3 of 20 epochs are done" in report(run).text
+        assert "3 of 20 epochs are finished" in report(run).text
     (run / "metrics.jsonl").write_bytes(whole[: whole.index(b"\n") // 2])
-    assert "No epoch is done yet" in report(run).text
+    assert "No epoch is finished" in report(run).text
 
 
 @pytest.mark.parametrize("damage", [b"{", b"[1]", b"\xff", b'{"epoch": 2}}'])
@@ -612,7 +618,7 @@ def test_damaged_settings_are_named(tmp_path, content):
 def test_a_page_that_cannot_be_written(tmp_path):
     run = write_run(tmp_path / "run", done=1)
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write .*Give another place"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*Give another path"):
         write_report([run], tmp_path / "file" / "report.html")
 
 
@@ -762,6 +768,7 @@ def opened(browser, tmp_path):
     assert faults == []
 
 
+@pytest.mark.browser
 @in_browser
 @pytest.mark.parametrize("width", [1280, 375])
 def test_a_page_fits_the_screen(opened, tmp_path, width):
@@ -794,6 +801,7 @@ OVERLAPS = """() => [...document.querySelectorAll('.plot svg')].flatMap(svg => {
 })"""
 
 
+@pytest.mark.browser
 @in_browser
 @pytest.mark.parametrize("width", [1280, 375])
 def test_no_text_of_a_chart_covers_another(opened, tmp_path, width):
@@ -805,6 +813,7 @@ def test_no_text_of_a_chart_covers_another(opened, tmp_path, width):
     assert opened(run, width=width).evaluate(OVERLAPS) == []
 
 
+@pytest.mark.browser
 @in_browser
 def test_hovering_and_arrow_keys_tell_the_values(opened, tmp_path):
     run = write_run(tmp_path / "run")
@@ -828,6 +837,7 @@ def test_hovering_and_arrow_keys_tell_the_values(opened, tmp_path):
     assert not tooltip.is_visible()
 
 
+@pytest.mark.browser
 @in_browser
 def test_a_tooltip_stays_on_a_narrow_screen(opened, tmp_path):
     page = opened(write_run(tmp_path / ("long-name" * 9)), write_run(tmp_path / "b"), width=375)
@@ -841,6 +851,7 @@ def test_a_tooltip_stays_on_a_narrow_screen(opened, tmp_path):
         assert page.evaluate("document.documentElement.scrollWidth") == 375
 
 
+@pytest.mark.browser
 @in_browser
 def test_the_slider_picks_the_best_size_within_the_budget(opened, tmp_path):
     run = write_run(tmp_path / "run", frontier=True)
@@ -872,6 +883,7 @@ def test_the_slider_picks_the_best_size_within_the_budget(opened, tmp_path):
     assert points[0]["params"] == chosen("params")["params"]  # Home: the smallest there is
 
 
+@pytest.mark.browser
 @in_browser
 def test_without_a_script_charts_and_numbers_are_there(opened, tmp_path):
     page = opened(write_run(tmp_path / "run", frontier=True), java_script_enabled=False)
@@ -880,6 +892,7 @@ def test_without_a_script_charts_and_numbers_are_there(opened, tmp_path):
     assert not page.locator("input[type=range]").is_visible()
 
 
+@pytest.mark.browser
 @in_browser
 def test_hostile_names_do_nothing(opened, tmp_path):
     layers = {f"{HOSTILE}{i}": shape for i, shape in enumerate(LENET.values())}

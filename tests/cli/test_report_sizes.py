@@ -48,14 +48,14 @@ def test_sizes_are_named_by_their_share_of_the_dense_form() -> None:
 def test_quality_says_on_which_data() -> None:
     quality = [fact.name for fact in sizes().facts if not fact.is_cost]
     assert quality == ["validation accuracy", "training loss"]
-    assert "only validation data is looked at" in sizes().remarks()
+    assert "measured on validation data, never on test data" in sizes().remarks()
     older = sizes(measured_on=None)
     assert next(fact.name for fact in older.facts) == "accuracy"
     assert "validation" not in older.remarks()
 
 
 def test_latency_that_is_the_same_for_all_is_explained_and_other_is_not() -> None:
-    assert "none is faster factored" in sizes().remarks()
+    assert "No layer is faster factored" in sizes().remarks()
     faster = [*POINTS[1:], point(80, 90, 0.9, latency=0.5)]
-    assert "none is faster factored" not in sizes(points=faster).remarks()
-    assert "not one that was trained dense" in sizes().remarks()
+    assert "No layer is faster factored" not in sizes(points=faster).remarks()
+    assert "not a model that was trained dense" in sizes().remarks()

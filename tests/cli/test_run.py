@@ -205,6 +205,8 @@ def assert_same_end(one: Path, other: Path) -> None:
 # -- killed --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_a_run_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     """LeNet, which shrinks and is saved at each step; own code with dropout and batch norm."""
     lenet = ["digits", *as_options(SHRINKING), "--set", "checkpoint_every=0"]

@@ -21,9 +21,9 @@ from maestro_lod.cli.setup import (
     dense_model_of,
     loss_of,
     model_of,
-    own_names,
+    user_function_names,
 )
-from maestro_lod.cli.user_code import OwnCodeError
+from maestro_lod.cli.user_code import UserCodeError
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.train.dense import Dense
@@ -206,7 +206,7 @@ def test_loss_is_as_asked(parts: None) -> None:
     assert mine is loss_of(digits("loss=parts:loss"))
     assert mine(torch.ones(2), torch.zeros(2)) == 1
     with pytest.raises(
-        OptionError, match=r"no loss 'cross-entropy'\. Did you mean 'cross_entropy'"
+        OptionError, match=r"loss 'cross-entropy' is unknown\. Did you mean 'cross_entropy'"
     ):
         Setup.of(digits("loss=cross-entropy"))
 
@@ -239,7 +239,9 @@ def test_devices_that_are_not_here_are_refused(device: str) -> None:
 
 
 def test_wrong_options_of_built_in_parts_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"no model 'lenett'\. Did you mean 'lenet'\? .*own as"):
+    with pytest.raises(
+        OptionError, match=r"model 'lenett' is unknown\. Did you mean 'lenet'\? .*own as"
+    ):
         Setup.of(digits("model=lenett"))
     with pytest.raises(OptionError, match=r"takes no 'clases'\. Did you mean 'classes'\?"):
         Setup.of(digits("model.options.clases=3"))
@@ -271,9 +273,9 @@ def test_a_model_that_does_not_fit_the_data_is_found(
 
 
 def test_own_names() -> None:
-    assert own_names(load_recipe("digits")) == []
+    assert user_function_names(load_recipe("digits")) == []
     recipe = load_recipe("digits", ["model=a.b:c", "data=d:e", "loss=f:g"])
-    assert own_names(recipe) == ["a.b:c", "d:e", "f:g"]
+    assert user_function_names(recipe) == ["a.b:c", "d:e", "f:g"]
 
 
 def test_own_parts_with_options(parts: None) -> None:
@@ -366,15 +368,15 @@ def test_own_parts_that_cannot_be_used_are_refused(parts: None, case: str) -> No
 
 def test_what_own_code_raises_is_kept(parts: None) -> None:
     with pytest.raises(
-        OwnCodeError, match=r"model 'parts:fails' failed: ZeroDiv.*: by my"
+        UserCodeError, match=r"model 'parts:fails' failed: ZeroDiv.*: by my"
     ) as error:
         Setup.of(own("parts:fails"))
     assert isinstance(error.value.__cause__, ZeroDivisionError)
-    with pytest.raises(OwnCodeError, match="model 'syntax:model' cannot be imported: SyntaxError"):
+    with pytest.raises(UserCodeError, match="model 'syntax:model' cannot be imported: SyntaxError"):
         Setup.of(own("syntax:model"))
-    with pytest.raises(OwnCodeError, match=r"'train' yields no batch: KeyError: 'row 7'"):
+    with pytest.raises(UserCodeError, match=r"'train' yields no batch: KeyError: 'row 7'"):
         Setup.of(own(data="parts:broken"))
-    with pytest.raises(OwnCodeError, match=r"model 'lenet' cannot run on data 'parts:mapping'"):
+    with pytest.raises(UserCodeError, match=r"model 'lenet' cannot run on data 'parts:mapping'"):
         Setup.of(own("lenet"))
 
 

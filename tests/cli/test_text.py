@@ -352,8 +352,8 @@ def test_tables_are_read_as_well(small: Path):
         ("", "is empty"),
         ('{"en": "a", "de": \n', "cannot be read"),
         ('{"en": "a", "fr": "b"}\n', "has no column de; it has en, fr"),
-        ('{"en": "a", "de": "b"}\n{"en": "a"}\n', "row 1 is no pair of texts"),
-        ('{"en": 1, "de": 2}\n', "row 0 is no pair of texts, but 2 and 1"),
+        ('{"en": "a", "de": "b"}\n{"en": "a"}\n', "row 1 is not a pair of texts"),
+        ('{"en": 1, "de": 2}\n', "row 0 is not a pair of texts: 2, 1"),
     ],
 )
 @pytest.mark.parametrize("split", ["train", "val"])

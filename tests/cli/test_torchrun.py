@@ -66,6 +66,8 @@ def assert_same_run(run: Run, alone: Run) -> None:
         torch.testing.assert_close(value, one[key], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_processes_that_are_killed_in_a_step_and_in_a_shrink_end_as_one_undisturbed(
     recipe, tmp_path
 ):
@@ -84,6 +86,8 @@ def test_processes_that_are_killed_in_a_step_and_in_a_shrink_end_as_one_undistur
     assert_same_run(Run(tmp_path / "two", alone.recipe), alone)
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_a_run_goes_on_in_another_number_of_processes(recipe, tmp_path):
     alone = Run.create(load_recipe(str(recipe)), tmp_path / "alone")
     alone.train()
@@ -103,6 +107,8 @@ def test_a_run_goes_on_in_another_number_of_processes(recipe, tmp_path):
     assert_same_run(stopped, alone)
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_a_signal_stops_all_processes_with_a_checkpoint_and_they_go_on(recipe, tmp_path):
     alone = Run.create(load_recipe(str(recipe)), tmp_path / "alone")
     alone.train()

@@ -422,7 +422,7 @@ def test_a_sparse_run_is_deployed_with_its_zeros(
     assert (trained.fc1.weight == 0).float().mean() > 0.5
     limit = ("--max-params", "20%")
     assert lod_program("deploy", run, *limit, "--to", "safetensors", "--out", cut) == 0
-    assert "its size was cut by SVD" in capsys.readouterr().out
+    assert "it was cut by SVD" in capsys.readouterr().out
 
 
 def test_a_dense_run_stands_beside_the_sizes(
@@ -433,11 +433,11 @@ def test_a_dense_run_stands_beside_the_sizes(
         assert lod_program("train", "digits", *TINY, *options, "--out", str(tmp_path / name)) == 0
     result = Run.open(tmp_path / "plain").result()
     capsys.readouterr()
-    assert lod_program("bench", str(finished), "--beside", str(tmp_path / "plain")) == 0
+    assert lod_program("bench", str(finished), "--reference", str(tmp_path / "plain")) == 0
     row = capsys.readouterr().out.splitlines()[2]
     assert row.startswith("run plain ") and row.endswith(f"{result['test']['accuracy']:.4f}")
-    assert lod_program("bench", str(finished), "--beside", str(tmp_path / "other")) == 2
-    assert "was trained on other data" in capsys.readouterr().err
+    assert lod_program("bench", str(finished), "--reference", str(tmp_path / "other")) == 2
+    assert "was not trained on the data of" in capsys.readouterr().err
 
 
 # -- losses of one's own -----------------------------------------------------------------------
@@ -605,7 +605,7 @@ def test_bad_input_gets_one_line(
         (["--min-accuracy", "90"], "min_accuracy=90.0 must be a share between 0 and 1"),
         (["--min-accuracy", "nan"], "min_accuracy=nan must be a share between 0 and 1"),
         (["--max-macs", "0.5", "--min-accuracy", "-1"], "min_accuracy=-1.0 must be a share"),
-        (["--max-macs", "0.5", "--int8", "--to", "pt2"], "--int8 is for ONNX files"),
+        (["--max-macs", "0.5", "--int8", "--to", "pt2"], "--int8 needs the format onnx"),
         (["--max-macs", "0.5", "--batch", "99999999"], "--batch"),
         (["--max-macs", "0.5", "--round", "0"], "--round"),
     ],

@@ -440,6 +440,8 @@ def main() -> None:
     sys.exit(ended(Display.epoch))
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_a_kill_loses_nothing_but_the_epoch_it_was_in(
     searched: tuple[Path, Tuned, str], tmp_path: Path
 ):

@@ -23,7 +23,6 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import TrialState
 
 from maestro_lod.cli.tuning import storage as storage_module
 from maestro_lod.cli.tuning import worker as worker_module
@@ -34,7 +33,6 @@ from maestro_lod.cli.tuning.trials import (
     Reached,
     Report,
     Trial,
-    trials_of,
 )
 from maestro_lod.cli.tuning.worker import Worker, _alive, _process_table
 from maestro_lod.errors import OptionError, TrainingError
@@ -83,7 +81,9 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/search.db"
 
 
-both = pytest.mark.parametrize("storage", ["journal", "sqlite"], indirect=True)
+both = pytest.mark.parametrize(
+    "storage", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)], indirect=True
+)
 
 
 def opened(storage: str, name: str = "lod") -> optuna.Study:
@@ -129,6 +129,7 @@ def main(storage: str) -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.multiprocess
 @both
 def test_two_processes_share_a_search_and_a_kill_loses_one_trial(storage: str, tmp_path: Path):
     begun = tmp_path / "begun"
@@ -417,18 +418,6 @@ def test_one_who_was_thought_dead_leaves_its_trial_to_the_other(storage: str, fa
     assert found.trials[0].reached is None
 
 
-def test_one_who_was_thought_dead_in_its_last_moment_does_not_count(tmp_path: Path):
-    storage = str(tmp_path / "search")
-
-    def objective(penalty: float, report: Report) -> None:
-        within(penalty, report)
-        if report.number == 0:
-            take_over(storage, 0)
-
-    found = tune(objective, **LIMITS, storage=storage)
-    assert statuses(found) == ["stopped", *["complete"] * 5]
-
-
 @both
 def test_a_trial_that_two_have_queued_again_is_done_once(storage: str):
     elsewhere(storage)
@@ -517,38 +506,6 @@ def test_of_two_who_find_a_model_in_the_same_moment_the_larger_lambda_is_chosen(
     assert found.penalty == 8.0
 
 
-def test_those_who_ask_in_the_same_moment_get_no_trial_too_many(storage: str):
-    asked = []
-
-    def objective(penalty: float, lr: float, report: Report) -> None:
-        if report.number == 2:  # the last: two more ask, having seen only two
-            for _ in range(2):
-                row = study.ask()
-                plan.suggest(row)
-                asked.append(plan.needless(trials_of(study)[row.number], trials_of(study)))
-                row.set_user_attr("ended", "over")
-                study.tell(row, state=TrialState.PRUNED)
-        report(Reached(1, lr, 100, int(100 / penalty)))
-
-    limits: dict[str, Any] = {"trials": 3, "penalties": (0.1, 1.0), "rates": (0.1, 1.0)}
-    plan = _Tradeoffs(seed=0, **limits)
-    study = begun(plan, storage)
-    found = explore(objective, **limits, storage=storage)
-    assert asked == [True, True]
-    assert statuses(found) == ["complete", "complete", "complete", "over", "over"]
-
-
-def test_a_lambda_below_the_smallest_is_not_trained(storage: str):
-    plan = _Halving(few=0.5, **LIMITS)
-    for _ in range(5):
-        elsewhere(storage)
-    study = begun(plan, storage)
-    row = study.ask()
-    assert plan.suggest(row) == (0.25,)
-    assert plan.needless(trials_of(study)[5], trials_of(study))
-    assert not plan.needless(trials_of(study)[4], trials_of(study))
-
-
 # -- the storage ---------------------------------------------------------------------------------
 
 
@@ -557,8 +514,8 @@ def test_a_search_is_only_continued_with_the_same_limits(storage: str):
     with pytest.raises(OptionError) as refused:
         tune(within, **{**LIMITS, "max_params": 900}, storage=storage, about={"model": "lenet"})
     assert str(refused.value) == (
-        f"the search 'lod' in storage {storage} has max_params=1000, not 900. Give the same to go "
-        "on with it, or another name or storage."
+        f"the search 'lod' in storage {storage} has max_params=1000, not 900. Give the same to "
+        "continue it, or another name or storage."
     )
     with pytest.raises(OptionError, match="has model=lenet, not vgg"):
         tune(within, **LIMITS, storage=storage, about={"model": "vgg"})
@@ -761,8 +718,8 @@ def test_a_storage_that_is_lost_on_the_way_is_one_line(tmp_path: Path):
     with pytest.raises(TrainingError) as lost:
         tune(objective, **LIMITS, storage=f"sqlite:///{database}")
     assert re.fullmatch(
-        r"the search's storage can no longer be used \(.*\)\. What was learnt is in it: start "
-        r"again once it can be reached, and the search goes on\.",
+        r"the storage of the search cannot be used any more \(.*\)\. Make it available and start "
+        r"the search again: it continues with all finished trials\.",
         str(lost.value),
     )
 

@@ -418,7 +418,8 @@ def test_verify_says_of_each_file_whether_it_is_as_written(
     (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
     assert verified(tmp_path) == 0
     assert [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()] == [
-        "as written", "readable", "whole, but from before digests: not proven", "readable",
+        "as written", "readable",
+        "complete; written before digests were stored, so not verifiable", "readable",
     ]  # fmt: skip
     assert verified(tmp_path / "checkpoint.safetensors") == 0
 

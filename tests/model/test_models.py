@@ -24,7 +24,7 @@ from maestro_lod.baselines.models.transformer import (
     HeadedAttention,
     sinusoids,
 )
-from maestro_lod.cli.models import MODELS
+from maestro_lod.cli.registry import MODELS
 from maestro_lod.errors import OptionError
 from maestro_lod.layers import lowrank
 from maestro_lod.layers.ranks import low_rank_layers
@@ -183,7 +183,8 @@ def test_the_transformer_gives_logits_for_every_target_token() -> None:
 
 @pytest.mark.parametrize(("width", "heads"), [(10, 3), (9, 3), (8, 0), (8, -2)])
 def test_a_width_that_does_not_fit_the_heads_is_refused(width: int, heads: int) -> None:
-    with pytest.raises(OptionError, match=f"width={width} and heads={heads}.*even and a multiple"):
+    message = f"width={width} does not fit heads={heads}.*even and a multiple"
+    with pytest.raises(OptionError, match=message):
         Transformer(20, width, heads)
 
 

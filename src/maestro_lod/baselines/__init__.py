@@ -1,1 +1,1 @@
-"""Systems to compare with: loaded by name, imported by nothing."""
+"""Compression methods to compare with; other packages name them but never import them."""

@@ -1,4 +1,4 @@
-"""Binary layers, as in XNOR-Net: signs of inputs times signs of weights, scaled by row."""
+"""Binary layers of XNOR-Net: signs of inputs times signs of weights, scaled by row."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-EPSILON = 1e-4  # of the norm before the signs
+EPSILON = 1e-4  # of the BatchNorm before the signs
 
 
 class Sign(torch.autograd.Function):
-    """−1 or 1, never 0; the gradient goes straight through where |x| < 1."""
+    """Sign function without 0, with the straight-through gradient where |x| < 1."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
@@ -27,10 +27,10 @@ class Sign(torch.autograd.Function):
 
 
 class Binarized(torch.autograd.Function):
-    """Each row as α·sign(w) with α = mean |w|; with the gradient of the real weights.
+    """Binarization of each row to α·sign(w) with α = mean |w|.
 
-    That is the exact one through α and, straight through, the signs, times n·(1 − 1/inputs): n
-    weights make a row, and centring takes away what its inputs have in common.
+    The gradient is exact through α and straight-through for the signs, times n·(1 − 1/inputs),
+    where n is the number of weights in a row and the second factor accounts for the centring.
     """
 
     @staticmethod
@@ -46,17 +46,17 @@ class Binarized(torch.autograd.Function):
 
 
 def signs(x: Tensor) -> Tensor:
-    """Return −1 or 1, for 0 too."""
+    """Return −1 for negative values, else 1."""
     return torch.where(x < 0, -1.0, 1.0).to(x.dtype)
 
 
 def scales(weight: Tensor) -> Tensor:
-    """Return mean |w| of each row, to be broadcast."""
+    """Return mean |w| of each row, in a shape that broadcasts to the weight."""
     return weight.abs().mean(dim=[*range(1, weight.ndim)], keepdim=True)
 
 
 def relaxed_gradient(weight: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of α·s by w, where s is the sign and has slope 1 for |w| ≤ 1."""
+    """Return the gradient of α·sign(w), with a slope of 1 for the sign where |w| ≤ 1."""
     sign, others = signs(weight), [*range(1, weight.ndim)]
     through_signs = scales(weight) * (weight.abs() <= 1) * gradient
     return through_signs + sign * (sign * gradient).mean(dim=others, keepdim=True)
@@ -64,15 +64,15 @@ def relaxed_gradient(weight: Tensor, gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def center_and_clamp(weight: Tensor) -> None:
-    """Subtract the mean over inputs, and keep weights within [−1, 1], in place."""
+    """Subtract the mean over inputs and clamp weights to [−1, 1], in place."""
     weight.sub_(weight.mean(dim=1, keepdim=True)).clamp_(-1.0, 1.0)
 
 
 class Binary(nn.Module):
-    """A linear layer or convolution of signs: norm, sign, product with binary weights.
+    """A linear layer or convolution: BatchNorm, sign, product with binary weights.
 
-    `weight` is real: what is trained. With `input_scale` outputs are multiplied by the mean size of
-    the inputs that they are made of, as in the paper; its code leaves that out.
+    `weight` holds the real weights, which are trained. With `input_scale`, outputs are multiplied
+    by the mean absolute input, as in the paper; the code of its authors omits that.
     """
 
     def __init__(self, dense: nn.Linear | nn.Conv2d, *, input_scale: bool = False) -> None:
@@ -103,13 +103,13 @@ class Binary(nn.Module):
         return y if self.bias is None else y + self.bias[:, None, None]
 
     def _normed(self, x: Tensor) -> Tensor:
-        """Normalize each channel; those of a linear layer are last, behind any others."""
+        """Normalize each channel: the last dimension for linear layers."""
         if self.is_conv or x.ndim == 2:
             return cast(Tensor, self.norm(x))
         return cast(Tensor, self.norm(x.flatten(0, -2))).view(x.shape)
 
     def _sizes(self, x: Tensor) -> Tensor:
-        """Return the mean |x| in the window of each output."""
+        """Return the mean |x| over the receptive field of each output."""
         mean = x.abs().mean(1, keepdim=True)
         kernel = self.weight.shape[2:]
         box = mean.new_full((1, 1, *kernel), 1 / kernel.numel())

@@ -1,8 +1,8 @@
-"""Cuttlefish (Wang et al., MLSys 2023): which layers, when, and at which rank, by itself.
+"""Cuttlefish (Wang et al., MLSys 2023): chooses layers, time and ranks of a factorization itself.
 
-The stable rank of every layer is watched while the model trains dense. Once all of them have
-settled, each layer is factorized at its scaled stable rank, and the factors are trained with
-Frobenius decay. Layers that would not become faster stay dense. There is no size to choose.
+The model trains dense until the stable ranks of its layers have converged. Then each layer is
+factorized at its scaled stable rank, and the factors are trained with Frobenius decay. Layers that
+would not become faster stay dense. The method determines the size.
 """
 
 from __future__ import annotations
@@ -28,29 +28,34 @@ from maestro_lod.sizes.latency import latency
 from maestro_lod.train.method import RunPlan, Settings, setting
 from maestro_lod.train.size_settings import full_rank_costs
 
-TRIAL = 0.25  # of the full rank, at which layers are profiled
-WINDOW, LAST = 1 / 20, 11 / 15  # of the run and of the window: 15 and 11 epochs of 300
+TRIAL = 0.25  # share of the full rank at which layers are profiled
+# shares of the run and of the window: 15 and 11 epochs of 300
+WINDOW, LAST = 1 / 20, 11 / 15
 
 
 @dataclass(frozen=True)
 class CuttlefishSettings(Factorizing, Settings):
-    """How layers are profiled, when they count as settled, and how factors are decayed."""
+    """Profiling of layers, convergence of stable ranks, and decay of the factors."""
 
-    profile: str = setting("macs", "what speedup is counted in", choices=("macs", "time"))
-    speedup: float = setting(1.5, "of layers at a quarter of their rank, else dense", least=0.0)
-    window: int | None = setting(None, "epochs of the moving average; else 1/20 of all", least=2)
-    epsilon: float = setting(0.1, "slope of stable ranks that counts as none", least=0.0)
-    scaled: bool = setting(True, "scale stable ranks by what they were at first")
-    least_rank: float = setting(0.0, "share of the full rank that layers keep", least=0.0)
+    profile: str = setting("macs", "unit of the speedup", choices=("macs", "time"))
+    speedup: float = setting(
+        1.5, "least speedup at a quarter of the rank; other layers stay dense", least=0.0
+    )
+    window: int | None = setting(None, "epochs of the moving average; 1/20 of all if null", least=2)
+    epsilon: float = setting(0.1, "slope of a stable rank that has converged", least=0.0)
+    scaled: bool = setting(True, "scale stable ranks by their initial values")
+    least_rank: float = setting(0.0, "least rank, as a share of the full rank", least=0.0)
     frobenius_decay: float | None = setting(
-        None, "of products of factors; else the weight decay", least=0.0
+        None, "decay of the products of factors; null: the weight decay", least=0.0
     )
 
     def __post_init__(self) -> None:
         if self.decompose.ranks is not None:
-            raise OptionError("cuttlefish finds the ranks itself: leave decompose.ranks out.")
+            raise OptionError(
+                "decompose.ranks is not used by cuttlefish, which chooses the ranks. Remove it."
+            )
         if self.least_rank > 1.0:
-            raise OptionError(f"least_rank={self.least_rank:g} must be a share of the full rank.")
+            raise OptionError(f"least_rank={self.least_rank:g} must be a share, at most 1.")
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
@@ -62,7 +67,7 @@ class CuttlefishSettings(Factorizing, Settings):
 
 
 class Cuttlefish(Factorized):
-    """Watches stable ranks, and factorizes the model once they have settled."""
+    """Trains dense until stable ranks have converged, then trains factors."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, settings: CuttlefishSettings, **common: Any
@@ -71,7 +76,7 @@ class Cuttlefish(Factorized):
         self.settings = settings
         self.full = Plan(self.model, **self.choice).wanted()
         self.scales: dict[str, float] = {}
-        """What stable ranks are multiplied by, for the layers that will be factorized."""
+        """Factor on the stable rank of each layer that will be factorized."""
         self.watched = StableRanks(2, 2, settings.epsilon)
         self._decay: FrobeniusDecay | None = None
 
@@ -85,7 +90,7 @@ class Cuttlefish(Factorized):
                 first = self._stable_ranks()
                 self.scales = {name: self.full[name] / rank for name, rank in first.items()}
 
-    def turn(self, *, last: bool) -> None:
+    def on_epoch_end(self, *, last: bool) -> None:
         if self.factorized or not self.scales:
             return
         now = self._stable_ranks()
@@ -107,7 +112,7 @@ class Cuttlefish(Factorized):
         return found
 
     def _profiled(self) -> list[str]:
-        """Return the layers of the stacks that are so much faster at a quarter of their ranks."""
+        """Return the layers of all stacks that reach the speedup at a quarter of their ranks."""
         trial = {name: max(1, int(TRIAL * rank)) for name, rank in self.full.items()}
         if self.settings.profile == "time":
             low_rank = decompose(copy.deepcopy(self.model), **self.choice | {"ranks": trial})
@@ -162,9 +167,9 @@ class Cuttlefish(Factorized):
 def faster(
     costs: Mapping[str, tuple[float, float]], width: Callable[[str], int], speedup: float
 ) -> Iterable[str]:
-    """Give the layers of stacks that are more than so many times as cheap factorized as dense.
+    """Yield the layers of stacks that cost less than dense ÷ `speedup` when factorized.
 
-    A stack is a run of layers with as many outputs each, as the stages of most networks are.
+    A stack is a sequence of layers with the same number of outputs, such as a stage of a ResNet.
     """
     stack: list[str] = []
     for name in [*costs, None]:

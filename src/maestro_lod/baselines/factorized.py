@@ -1,4 +1,4 @@
-"""What methods share that train a dense model first and low-rank factors of it afterwards."""
+"""Base classes of methods that train a dense model and then its low-rank factors."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from maestro_lod.train.method import setting
 
 @dataclass(frozen=True)
 class Factorizing:
-    """Which layers become low-rank; a part of settings."""
+    """Settings that choose the layers to factorize."""
 
     decompose: Decomposition = field(default_factory=Decomposition)
-    keep_ends: bool = setting(True, "the first and the last layer stay dense")
+    keep_ends: bool = setting(True, "leave the first and the last layer dense")
 
     def choice(self, model: nn.Module) -> dict[str, Any]:
-        """Return what `decompose` takes, without ranks, for a dense model."""
+        """Return the arguments of `decompose` for a dense model, without ranks."""
         chosen = vars(self.decompose) | {"skip": self.decompose.skip or None, "ranks": None}
         layers = [*Plan(model, **chosen).wanted()]
         if not layers[2 if self.keep_ends else 0 :]:
-            ends = " beside the first and the last (keep_ends=false decomposes them too)"
+            ends = " other than the first and the last. Set keep_ends=false"
             raise OptionError(
-                f"no layer of {type(model).__name__} can be decomposed as asked"
-                f"{ends if self.keep_ends else ''}."
+                f"{type(model).__name__} has no layer to decompose"
+                f"{ends if self.keep_ends else '. Set decompose.only or decompose.skip'}."
             )
         if self.keep_ends:
             chosen["skip"] = [*self.decompose.skip, layers[0], layers[-1]]
@@ -44,7 +44,7 @@ class Factorizing:
 
 
 class Factorized(Staged):
-    """Trains a dense model until it is factorized, and then its factors."""
+    """Trains a dense model, and its factors after the factorization."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Factorized(Staged):
 
     @property
     def factorized(self) -> bool:
-        """Whether the model is low-rank by now."""
+        """True once the model is low-rank."""
         return bool(low_rank_layers(self.model))
 
     @property
@@ -68,7 +68,7 @@ class Factorized(Staged):
         return "low-rank" if self.factorized else "dense"
 
     def factorize(self, ranks: Mapping[str, int]) -> None:
-        """Replace layers by their leading singular directions; the optimizer starts anew."""
+        """Replace layers by their leading singular directions and reset the optimizer."""
         chosen = self.choice | {"ranks": dict(ranks)}
         self._exchanged(lambda: decompose(self.model, **chosen))
 

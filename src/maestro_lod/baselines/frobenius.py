@@ -1,4 +1,4 @@
-"""Frobenius decay (Khodak et al., ICLR 2021): weight decay of a product, not of its factors."""
+"""Frobenius decay (Khodak et al., ICLR 2021): weight decay of the product of two factors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maestro_lod.layers.ranks import low_rank_layers
 
 
 class Pair(NamedTuple):
-    """Two factors of one weight: u (out, r, …) and v (r, in, …), the channels in groups."""
+    """Two factors of one weight: u (out, r, …) and v (r, in, …)."""
 
     u: nn.Parameter
     v: nn.Parameter
@@ -21,9 +21,9 @@ class Pair(NamedTuple):
 
 
 class FrobeniusDecay:
-    """Adds the gradient of ½·λ·‖UV‖² for each pair; the optimizer decays the factors no more.
+    """Adds the gradient of ½·λ·‖UV‖² for each pair, in place of the optimizer's weight decay.
 
-    λ is given, or else the weight decay that the optimizer had for them.
+    λ is `strength`, or by default the weight decay that the optimizer had for the factors.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class FrobeniusDecay:
         ]
 
     def add_gradients(self, weight: float) -> None:
-        """Add the gradients of the decay, times a weight, to those that are there."""
+        """Add the gradients of the decay, times `weight`, to the gradients of the factors."""
         for pair, strength in zip(self.pairs, self.strengths, strict=True):
             if strength:
                 of_u, of_v = frobenius_gradients(pair)
@@ -54,7 +54,7 @@ class FrobeniusDecay:
 
 @torch.no_grad()
 def frobenius_gradients(pair: Pair) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ½·‖UV‖² by both factors: U·(VVᵀ) and (UᵀU)·V."""
+    """Return the gradients of ½·‖UV‖² with respect to both factors: U·(VVᵀ) and (UᵀU)·V."""
     groups, rank = pair.groups, pair.v.shape[0]
     u = pair.u.reshape(groups, -1, rank, pair.u[0, 0].numel())  # (groups, out, rank, kernel)
     v = pair.v.reshape(rank, groups, -1)
@@ -66,5 +66,5 @@ def frobenius_gradients(pair: Pair) -> tuple[Tensor, Tensor]:
 
 
 def low_rank_pairs(model: nn.Module) -> list[Pair]:
-    """Return the factors of all low-rank layers."""
+    """Return the pair of factors of each low-rank layer."""
     return [Pair(layer.u, layer.v, layer.groups) for layer in low_rank_layers(model).values()]

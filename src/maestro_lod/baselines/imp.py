@@ -1,8 +1,8 @@
 """Iterative magnitude pruning with rewinding (Frankle et al.): train, prune, rewind, train again.
 
-The run is divided among all trainings: one of the dense model, and one after each pruning. A
-pruning removes a share of the weights that are left, the smallest of all layers together; then the
-whole model goes back to where it was early in the first training, and the schedule with it.
+The epochs of a run are divided among several trainings: one of the dense model, and one after each
+pruning. A pruning removes a share of the remaining weights, the smallest of all layers; then the
+other weights and the schedule return to their state early in the first training.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from maestro_lod.train.size_settings import SizedSettings
 
 @dataclass(frozen=True)
 class IMPSettings(SizedSettings):
-    """A size, how much each pruning removes, and where weights are rewound to."""
+    """Size, share removed by each pruning, and state that weights are rewound to."""
 
     least_epochs = 2
 
-    prune: float = setting(0.2, "share of what is left that a round removes, or more", least=0.0)
-    rewind: float = setting(0.02, "share of the first training to go back to", least=0.0)
+    prune: float = setting(0.2, "least share of the weights left that a round removes", least=0.0)
+    rewind: float = setting(0.02, "share of the first training to rewind to", least=0.0)
 
     def __post_init__(self) -> None:
         if not 0.0 < self.prune < 1.0:
             raise OptionError(f"prune={self.prune:g} must be between 0 and 1.")
         if self.rewind >= 1.0:
-            raise OptionError(f"rewind={self.rewind:g} must be below 1: nothing would be left.")
+            raise OptionError(
+                f"rewind={self.rewind:g} must be below 1, so that some training is left."
+            )
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
@@ -47,10 +49,10 @@ class IMPSettings(SizedSettings):
 
 
 def kept_by_round(weights: int, target: int, prune: float, most_rounds: int) -> list[int]:
-    """Return how many weights are left after each pruning; the last one meets the target.
+    """Return the number of weights after each pruning; the last is the target.
 
-    Each removes the share `prune`, rounded up; where that needs more rounds than there is room for,
-    all remove a larger one.
+    Each pruning removes the share `prune`, rounded up, or a larger one if that would need more than
+    `most_rounds`.
     """
     left = [weights]
     while left[-1] > target:
@@ -63,7 +65,7 @@ def kept_by_round(weights: int, target: int, prune: float, most_rounds: int) -> 
 
 
 class IMP(Masked):
-    """Prunes between trainings, and rewinds what is left bit for bit."""
+    """Prunes between trainings, and rewinds the remaining weights exactly."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, prune: float, rewind: float, **common: Any
@@ -72,7 +74,7 @@ class IMP(Masked):
         self.prune, self.rewind = prune, rewind
         self.round = 0
         self.early: dict[str, Tensor] = {}
-        """The state of the model to which it is rewound."""
+        """State of the model to rewind to."""
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         super().start(model, optimizer, plan)
@@ -104,7 +106,7 @@ class IMP(Masked):
             state = self.model.state_dict()
             self.early = {name: value.detach().clone() for name, value in state.items()}
 
-    def turn(self, *, last: bool) -> None:
+    def on_epoch_end(self, *, last: bool) -> None:
         if self.round == len(self.kept) or (self.epoch < self.ends[self.round] and not last):
             return
         keep = self.target if last else self.kept[self.round]

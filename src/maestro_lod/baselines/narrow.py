@@ -1,4 +1,4 @@
-"""The same architecture with fewer channels: what one would try first."""
+"""Same architecture with fewer channels: the simplest baseline."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from maestro_lod.train.size_settings import Measure, SizedSettings, narrowed
 
 @dataclass(frozen=True)
 class NarrowSettings(SizedSettings):
-    """A size; the width follows."""
+    """Size, from which the width follows."""
 
-    size_in: Measure = setting("params", "what the size counts", choices=("params", "macs"))
+    size_in: Measure = setting("params", "unit of the size", choices=("params", "macs"))
 
     def build(self, builder: Builder, example: Example) -> nn.Module:
         if builder.width is None:
@@ -38,4 +38,4 @@ class NarrowSettings(SizedSettings):
 
 
 class Narrow(Staged):
-    """Trains a narrower model as it is, and compares it with the one of full width."""
+    """Trains a narrower model and reports its costs relative to the full width."""

@@ -1,8 +1,8 @@
 """Pufferfish (Wang et al., MLSys 2021): a dense warm-up, then factors of fixed ranks.
 
-After the warm-up every layer but those that stay dense is replaced once by its leading singular
-directions, at a share of its full rank. The optimizer begins anew, without momentum; the learning
-rate goes on as scheduled.
+After the warm-up, every chosen layer is replaced by its leading singular directions, at a share of
+its full rank. The optimizer is reset, without momentum; the schedule of the learning rate stays
+unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from maestro_lod.train.size_settings import (
     require_share,
 )
 
-QUARTER = 0.25  # of the full rank: the paper's choice for all its models
+QUARTER = 0.25  # share of the full rank, the paper's choice for all its models
 
 
 def _optional_share(value: Any) -> Any:
@@ -36,26 +36,31 @@ def _optional_share(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class PufferfishSettings(Factorizing, Settings):
-    """A size, or else ranks: a quarter of the full ones."""
+    """Size or ranks; by default a quarter of each full rank."""
 
     alternatives = ("size",)
 
     size: float | None = setting(None, "share of the dense model to reach", check=_optional_share)
-    size_in: Measure = setting("params", "what the size counts", choices=("params", "macs"))
+    size_in: Measure = setting("params", "unit of the size", choices=("params", "macs"))
     warmup: float = setting(0.25, "share of the run that trains the dense model", least=0.0)
 
     def __post_init__(self) -> None:
         if self.size is not None and self.decompose.ranks is not None:
-            raise OptionError("size chooses the ranks: leave decompose.ranks out.")
+            raise OptionError(
+                "size and decompose.ranks are both set, but size determines the ranks. Remove one "
+                "of them."
+            )
         if self.warmup >= 1.0:
-            raise OptionError(f"warmup={self.warmup:g} leaves no epoch for the factors.")
+            raise OptionError(
+                f"warmup={self.warmup:g} leaves no epoch to train the factors. Set less than 1."
+            )
 
     @classmethod
     def at_size(cls, size: float) -> dict[str, Any]:
         return {"size": size}
 
     def ranks(self, model: nn.Module, example: Any) -> dict[str, int]:
-        """Return the rank of each layer of a dense model that becomes low-rank."""
+        """Return the rank of each layer of a dense model to factorize."""
         choice = self.choice(model)
         if self.size is not None:
             costs, full = full_rank_costs(model, example, choice)
@@ -92,7 +97,7 @@ class Pufferfish(Factorized):
         if self._due():
             self.factorize(self.ranks)
 
-    def turn(self, *, last: bool) -> None:
+    def on_epoch_end(self, *, last: bool) -> None:
         if self._due() or (last and not self.factorized):
             self.factorize(self.ranks)
 

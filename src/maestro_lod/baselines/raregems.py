@@ -1,8 +1,8 @@
 """Rare gems (Sreenivasan et al., NeurIPS 2022): Gem-Miner searches at initialization, then trains.
 
-In the search weights keep their signs and have one size per layer; what is learned is a score of
-each, and a weight counts where its score is above ½. Every few epochs the lowest scores of all
-layers together are frozen out, until a target share is left. Then the weights are trained.
+In the search, weights keep their signs and one magnitude per layer; a score is learned for each,
+and a weight is active if its score is above ½. Every few epochs the lowest scores of all layers are
+frozen at zero, until a target share is left. Then the remaining weights are trained.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from maestro_lod.train.size_settings import SizedSettings
 
 @dataclass(frozen=True)
 class RareGemsSettings(SizedSettings):
-    """A size, and how the search goes."""
+    """Size and schedule of the search."""
 
     least_epochs = 2
 
     search_share: float = setting(0.5, "share of the run that searches", least=0.0)
-    search_lr: float = setting(0.01, "learning rate of the scores, by Adam", least=0.0)
-    search_decay: float = setting(1e-6, "of the squares of all scores", least=0.0)
-    freeze_every: int | None = setting(None, "epochs; else a tenth of the search", least=1)
+    search_lr: float = setting(0.01, "learning rate of Adam for the scores", least=0.0)
+    search_decay: float = setting(1e-6, "decay of the scores towards zero", least=0.0)
+    freeze_every: int | None = setting(
+        None, "epochs between freezings; null: a tenth of the search", least=1
+    )
 
     def __post_init__(self) -> None:
         if not 0.0 < self.search_share < 1.0:
             raise OptionError(
-                f"search_share={self.search_share:g} must be a share of the run: 0.5 is half."
+                f"search_share={self.search_share:g} must be a share of the run, between 0 and 1."
             )
 
     def make(
@@ -50,24 +52,24 @@ class RareGemsSettings(SizedSettings):
 
 
 def freezings(epochs: int, every: int) -> int:
-    """Return how often a search of so many epochs freezes weights out, once in `every`."""
+    """Return the number of freezings in a search, one after `every` epochs."""
     return (epochs - 1) // every
 
 
 def frozen_share(density: float, times: int) -> float:
-    """Return γ, the share of what is active that each of N freezings takes: 1 − s^(1/N)."""
+    """Return the share of active weights that each of N freezings removes: 1 − s^(1/N)."""
     return float(1.0 - density ** (1.0 / times))
 
 
 @torch.no_grad()
 def signed_constants(weight: Tensor) -> Tensor:
-    """Return a weight of which only the signs are left, at the size √(2 / fan-in)."""
+    """Return the signs of a weight times √(2 / fan-in)."""
     size = math.sqrt(2.0 / weight[0].numel())
     return torch.where(weight < 0, -size, size).to(weight.dtype)
 
 
 class RareGems(Masked):
-    """Learns which weights matter, and then trains those."""
+    """Learns which weights to keep, then trains them."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class RareGems(Masked):
         super().__init__(model, optimizer, **common)
         self.settings, self.searching, self.search_epochs = settings, True, 0
         self.initial = {name: signed_constants(p.detach()) for name, p in self.weights.items()}
-        """The weights while their scores are learned."""
+        """Weights of constant magnitude that are used while scores are learned."""
         draw = torch.Generator().manual_seed(seed)
         self.scores = {
             name: nn.Parameter(torch.rand(p.shape, generator=draw).to(p))
@@ -91,7 +93,7 @@ class RareGems(Masked):
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         super().start(model, optimizer, plan)
-        if self.searching:  # else it is known when the search has ended
+        if self.searching:  # otherwise the saved state contains the end of the search
             self.search_epochs = epochs_of(self.settings.search_share, self.plan.epochs)
         self.every = self.settings.freeze_every or max(1, round(self.search_epochs / 10))
         if self.searching:
@@ -108,7 +110,7 @@ class RareGems(Masked):
 
     @torch.no_grad()
     def after_backward(self, weight: float) -> None:
-        """Move gradients of weights on to their scores, straight through the rounding."""
+        """Move gradients of weights to their scores, straight through the rounding."""
         if not self.searching:
             return
         for name, score in self.scores.items():
@@ -116,7 +118,7 @@ class RareGems(Masked):
             if (found := self.weights[name].grad) is not None:
                 gradient += found * self.initial[name] * self.masks[name]
             score.grad = gradient if score.grad is None else score.grad + gradient
-        self.optimizer.zero_grad()  # nothing else moves while scores are learned
+        self.optimizer.zero_grad()  # no other parameter is trained while scores are learned
 
     def after_step(self) -> None:
         if not self.searching:
@@ -134,7 +136,7 @@ class RareGems(Masked):
 
     @torch.no_grad()
     def _show_scored(self) -> None:
-        """Let the model have the weights whose scores are above ½."""
+        """Set the model to the weights whose scores are above ½."""
         for name, p in self.weights.items():
             p.copy_(self.initial[name] * (self.scores[name] > 0.5) * self.masks[name])
 
@@ -143,7 +145,7 @@ class RareGems(Masked):
             bool(((score > 0.5) & self.masks[name]).any()) for name, score in self.scores.items()
         )
 
-    def turn(self, *, last: bool) -> None:
+    def on_epoch_end(self, *, last: bool) -> None:
         if not self.searching:
             return
         times = freezings(self.search_epochs, self.every)
@@ -163,7 +165,7 @@ class RareGems(Masked):
 
     @torch.no_grad()
     def _begin_training(self) -> None:
-        """Take all weights that were not frozen out, whatever their scores, and train them."""
+        """Restore all weights that are not frozen at zero, and start to train them."""
         self.searching, self.search_epochs = False, self.epoch
         for name, p in self.weights.items():
             p.copy_(self.initial[name] * self.masks[name])

@@ -1,4 +1,4 @@
-"""What methods share that set weights to zero: exact masks, sizes that say what is left."""
+"""Base class of methods that set weights to zero by masks of an exact size."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from maestro_lod.train.method import RunPlan
 from maestro_lod.train.progress import MethodRecord
 from maestro_lod.train.size_settings import require_reachable
 
-INDEX_BITS = 32  # of a position, where a map with a bit for every weight would be larger
+INDEX_BITS = 32  # bits of a position, where a bitmap of all weights would be larger
 
 
 def prunable_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights that may become zero: matrices and kernels, of embeddings none."""
+    """Return the weights that may become zero: matrices and kernels, except embeddings."""
     tables = embedding_weights(model)
     return {
         name: p
@@ -34,9 +34,9 @@ def prunable_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def largest_kept(
     scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], keep: int
 ) -> dict[str, Tensor]:
-    """Return masks that leave exactly so many of what is left: those of the largest scores.
+    """Return masks that keep exactly `keep` of the remaining entries: the largest scores.
 
-    All tensors are ranked together; among equals the first ones stay.
+    All tensors are ranked together; of equal scores the first ones are kept.
     """
     left = torch.cat([scores[name][mask].abs().flatten() for name, mask in masks.items()])
     stays = torch.zeros(len(left), dtype=torch.bool, device=left.device)
@@ -49,7 +49,7 @@ def largest_kept(
 
 
 class Masked(Staged):
-    """Trains a model of which a growing part is zero, down to a share of the dense parameters."""
+    """Trains a model with a growing share of zeros, down to a share of the dense parameters."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, size: float, **common: Any
@@ -62,30 +62,30 @@ class Masked(Staged):
         self.prunable = sum(p.numel() for p in self.weights.values())
         self._rest = sum(p.numel() for p in self.model.parameters()) - self.prunable
         self.target = int(size * self.dense.params) - self._rest
-        """How many weights are left in the end."""
+        """Number of weights that are kept at the end."""
         least = (self._rest + 1) / self.dense.params
         require_reachable(size, least, "biases, norms and embeddings are not pruned")
         self.step = 0
-        """Optimizer steps of this stage."""
+        """Optimizer steps in this stage."""
         self._layer_macs = dense_macs(self.model, self.example).layers
         optimizer.register_step_post_hook(lambda *_: self._count_step())
 
     @property
     def left(self) -> int:
-        """How many prunable weights are not zero for good."""
+        """Number of prunable weights that are not masked."""
         return sum(int(mask.sum()) for mask in self.masks.values())
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         super().start(model, optimizer, plan)
         if plan.epochs < 2 or plan.steps_per_epoch is None:
             raise OptionError(
-                f"{type(self).__name__} trains in stages: give it 2 epochs or more, and data that "
-                "have a length."
+                f"{type(self).__name__} trains in stages, so it needs at least 2 epochs and data "
+                "with a length."
             )
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps; known, or `start` has refused."""
+        """Optimizer steps per epoch; `start` has made sure that they are known."""
         return self.plan.steps_per_epoch or 1
 
     def backward(self, *args: Any, **options: Any) -> Tensor:
@@ -97,7 +97,7 @@ class Masked(Staged):
         return super().backward(*args, **options)
 
     def position(self) -> float:
-        """Return the place in the schedule, of which every stage runs through all: 0 to 1."""
+        """Return the position in the schedule, from 0 to 1 in every stage."""
         raise NotImplementedError
 
     def _count_step(self) -> None:
@@ -105,17 +105,17 @@ class Masked(Staged):
         self.after_step()
 
     def after_step(self) -> None:
-        """Do what follows each optimizer step; here masked weights become zero again."""
+        """Set masked weights to zero again after an optimizer step."""
         self.apply_masks()
 
     @torch.no_grad()
     def apply_masks(self) -> None:
-        """Set to zero what is masked."""
+        """Set masked weights to zero."""
         for name, mask in self.masks.items():
             self.weights[name].mul_(mask)
 
     def new_stage(self) -> None:
-        """Begin another training: without momentum, at the beginning of the schedule."""
+        """Start the next training, without momentum and from the start of the schedule."""
         self.optimizer.state.clear()
         self.step = 0
 

@@ -1,7 +1,7 @@
-"""Spectral initialization with Frobenius decay (Khodak et al., ICLR 2021): factors from the start.
+"""Spectral initialization and Frobenius decay of factors (Khodak et al., ICLR 2021).
 
-Every chosen layer is replaced, before any training, by the leading singular directions of its
-initial weight; a k×k convolution by a 1×k and a k×1 one. The product is decayed, not the factors.
+Before training, every chosen layer is replaced by the leading singular directions of its initial
+weight; a k×k convolution by a 1×k and a k×1 one. Weight decay applies to the product of factors.
 """
 
 from __future__ import annotations
@@ -34,28 +34,32 @@ from maestro_lod.train.size_settings import (
 
 @dataclass(frozen=True)
 class SpectralSettings(Factorizing, SizedSettings):
-    """A size, of which one share ρ of every layer's rank follows, and the decay."""
+    """Size, from which one share ρ of all full ranks follows, and decay."""
 
     frobenius_decay: float | None = setting(
-        None, "of products of factors; else the weight decay", least=0.0
+        None, "decay of the products of factors; null: the weight decay", least=0.0
     )
 
     def __post_init__(self) -> None:
         if self.decompose.ranks is not None:
-            raise OptionError("the size chooses the ranks: leave decompose.ranks out.")
+            raise OptionError(
+                "decompose.ranks is not used by spectral, whose size determines the ranks. Remove "
+                "it."
+            )
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return factorized(model, self.ranks(model))
 
     def ranks(self, model: nn.Module) -> dict[str, int]:
-        """Return the rank of each layer of a dense model that is factorized, within the size."""
+        """Return the rank within the size of each layer of a dense model to factorize."""
         found = Plan(model, **self.choice(model)).wanted()
         modules = dict(model.named_modules())
         layers = {name: modules[name] for name in found if _can_be_pair(modules.get(name))}
         if not layers:
             raise OptionError(
-                f"method=spectral is for linear layers and convolutions, and {type(model).__name__}"
-                " has none that can be factorized."
+                f"{type(model).__name__} has no linear layer or convolution that can be "
+                "factorized. "
+                "Choose another method."
             )
         shapes = {name: _matrix(layer.weight).shape for name, layer in layers.items()}
         dense = count_params(model)
@@ -79,7 +83,7 @@ class SpectralSettings(Factorizing, SizedSettings):
 
 
 class FactorPair(nn.Sequential):
-    """Two plain layers in place of one: the first has the rank as its width."""
+    """Two layers in place of one; the rank is the number of channels between them."""
 
 
 def _can_be_pair(layer: nn.Module | None) -> bool:
@@ -88,19 +92,19 @@ def _can_be_pair(layer: nn.Module | None) -> bool:
 
 
 def _rank(share: float, layer: Any, m: int, n: int) -> int:
-    """Return the rank at a share ρ: of m for convolutions, as in the paper's code, else of min."""
+    """Return the rank at a share ρ of m for convolutions, as in the paper's code, else of min."""
     of = m if layer.weight.ndim == 4 else min(m, n)
     return max(1, min(round(share * of), m, n))
 
 
 def _matrix(weight: Any) -> Tensor:
-    """Give the weight of a convolution the shape (out·k, in·k), of a linear layer its own."""
+    """Return a weight as a matrix: (out·k, in·k) for convolutions."""
     matrix: Tensor = weight.detach()
     return matrix.permute(0, 2, 1, 3).flatten(2).flatten(0, 1) if weight.ndim == 4 else matrix
 
 
 def factorized(model: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
-    """Replace layers by pairs of their leading singular directions, in place."""
+    """Replace layers, in place, by pairs with their leading singular directions."""
     for name, rank in ranks.items():
         layer: Any = model.get_submodule(name)
         make: Callable[[Any, int], FactorPair] = _conv if layer.weight.ndim == 4 else _linear

@@ -1,4 +1,4 @@
-"""When the ranks of a training have settled: how Cuttlefish decides to switch."""
+"""Stable ranks of layers, and their convergence during training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 RELAXATION = {1: 5.0, 2: 2.5}
-"""How much more the last layers may still move, by how many of them are not stable yet."""
+"""Factor on the tolerance of the last unstable layers, by their number."""
 
 
 def stable_rank(matrices: Tensor) -> int:
@@ -39,19 +39,19 @@ def slopes(values: Sequence[float]) -> list[float]:
 
 @dataclass
 class StableRanks:
-    """The stable ranks of layers, epoch by epoch; a layer that was stable once counts as such."""
+    """History of the stable ranks of layers; a layer that has converged once stays so."""
 
     window: int
-    """Of the moving average; nothing is stable before as many epochs."""
+    """Epochs of the moving average; no layer converges earlier."""
     last: int
-    """Over how many of the last slopes the mean is taken."""
+    """Number of last slopes that are averaged."""
     epsilon: float
-    """The mean slope at or below which a layer is stable."""
+    """Largest mean slope of a layer that has converged."""
     trace: dict[str, list[int]] = field(default_factory=dict)
     stable: list[str] = field(default_factory=list)
 
     def add(self, ranks: Mapping[str, int]) -> bool:
-        """Note the ranks of one more epoch, and say whether every layer is stable by now."""
+        """Add the ranks of an epoch; return True if every layer has converged."""
         for name, rank in ranks.items():
             self.trace.setdefault(name, []).append(rank)
         moving = [name for name in self.trace if name not in self.stable]

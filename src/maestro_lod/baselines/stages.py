@@ -1,4 +1,4 @@
-"""What methods share that train by the plain loss: costs epoch by epoch, and layers exchanged."""
+"""Base class of methods that train by the plain loss and may replace layers between epochs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from maestro_lod.train.progress import MethodRecord
 
 
 class Staged(Dense):
-    """Trains by the plain loss, books what each epoch costs, and may change at its end."""
+    """Trains by the plain loss, records epoch costs, and may change the model after an epoch."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, example: Example, dense: Cost
@@ -30,32 +30,35 @@ class Staged(Dense):
         self.example, self.dense = example, dense
         self.ledger = Ledger(dense.params, dense.macs)
         self.plan = RunPlan(0, None)
-        """As the run began; one that is given more epochs later goes on with its last stage."""
-        self._macs = dense_macs(self.model, example).total  # as long as no layer is low-rank
+        """Plan at the start of the run; a run that is extended later continues its last stage."""
+        self._macs = dense_macs(self.model, example).total  # valid while no layer is low-rank
 
     @property
     def epoch(self) -> int:
-        """How many epochs are done."""
+        """Number of finished epochs."""
         return len(self.ledger.epochs)
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         if self.optimizer is not optimizer or self.model is not unwrapped(model):
             kind = type(self).__name__
-            raise OptionError(f"{kind} was made for another model or optimizer than fit was given.")
+            raise OptionError(
+                f"{kind} was created for a model or optimizer other than the one that fit was "
+                "given."
+            )
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise OptionError(
-                f"{type(self).__name__} trains in one process: what it exchanges, masks or adds to "
-                "gradients, DistributedDataParallel would not see. Give the inner model."
+                f"{type(self).__name__} does not support DistributedDataParallel. Train in one "
+                "process, with the unwrapped module."
             )
         epochs = self.plan.epochs or plan.epochs
         self.plan = RunPlan(epochs, plan.steps_per_epoch, plan.schedule, plan.loss_of)
 
     def end_epoch(self, *, last: bool) -> None:
         self.ledger.epochs.append(self._epoch_cost())
-        self.turn(last=last)
+        self.on_epoch_end(last=last)
 
-    def turn(self, *, last: bool) -> None:
-        """Do what comes between two epochs, or after the last; the one that ended is booked."""
+    def on_epoch_end(self, *, last: bool) -> None:
+        """Change the model after an epoch whose cost is recorded; by default not at all."""
 
     def _epoch_cost(self) -> EpochCost:
         if low_rank_layers(self.model):
@@ -64,7 +67,7 @@ class Staged(Dense):
 
     @property
     def stage(self) -> str | None:
-        """What the method does now, where it does several things one after the other."""
+        """Name of the current stage; None for methods with a single one."""
         return None
 
     def record(self) -> MethodRecord:
@@ -94,15 +97,15 @@ class Staged(Dense):
 
 
 def epochs_of(share: float, epochs: int) -> int:
-    """Return the epochs of a share of a run: none of no share, and never all of them."""
+    """Return a share of a run in epochs: at least 1 unless the share is 0, and never all."""
     return max(min(round(share * epochs), epochs - 1), 1 if share else 0)
 
 
 def exchange(model: nn.Module, optimizer: Optimizer, change: Callable[[], nn.Module]) -> None:
-    """Change layers of a model in place; the optimizer gets the new parameters, and starts anew.
+    """Replace layers of a model in place; give the optimizer their parameters and reset it.
 
-    Those that are new go to the group that held what was in their place: that of the same name, or
-    else the one that is closest among matrices or among vectors.
+    New parameters join the group of the parameter with the same name, or else of the one with the
+    closest name among those of the same kind (matrices, or vectors).
     """
     groups = optimizer.param_groups
     place = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
@@ -111,13 +114,15 @@ def exchange(model: nn.Module, optimizer: Optimizer, change: Callable[[], nn.Mod
     left_out = {id(p) for p in model.parameters()} - {*place}
     channels_last = any(_is_channels_last(p) for p in model.parameters())
     if len(held) < len(place):
-        raise TrainingError("the optimizer holds parameters that are not the model's.")
+        raise TrainingError(
+            "the optimizer has parameters that the model does not have. Create it for this model."
+        )
     if change() is not model:
         raise LayerError(
-            f"a bare {type(model).__name__} cannot change while it trains. Put it into a module: "
+            f"a single {type(model).__name__} cannot be replaced during training. Wrap it: "
             "nn.Sequential(layer)."
         )
-    if channels_last:  # as a run that is resumed will have it
+    if channels_last:  # so that resumed runs have the same layout
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -135,7 +140,7 @@ def _is_channels_last(parameter: Tensor) -> bool:
 
 
 def _closeness(old: str, new: str) -> tuple[bool, int]:
-    """Say how much two names have in common: all, or so many leading parts."""
+    """Return whether two names are equal, and the number of leading parts that they share."""
     pairs = zip(old.split("."), new.split("."), strict=False)
     shared = 0
     for one, other in pairs:

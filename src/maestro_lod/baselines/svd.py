@@ -1,7 +1,7 @@
-"""SVD of a dense model that was trained, and the search for the ranks that are needed least.
+"""SVD of a trained dense model, cut to a size by a frontier search.
 
-What one can do without any method: train, factorize, cut. The search is the one that low-rank
-models are cut by too, so that only the factors differ. What is left may be trained on.
+The baseline without ordered ranks: train, factorize, cut. Low-rank models are cut by the same
+search, so that only the factors differ. The cut model may be trained further.
 """
 
 from __future__ import annotations
@@ -26,30 +26,36 @@ from maestro_lod.train.size_settings import Measure, SizedSettings, full_rank_co
 
 @dataclass(frozen=True)
 class SVDSettings(Factorizing, SizedSettings):
-    """A size, how to search for it, and how long to train on afterwards."""
+    """Size, its search, and the training after the cut."""
 
-    keep_ends: bool = setting(False, "the first and the last layer stay dense")
-    size_in: Measure = setting("params", "what the size counts", choices=("params", "macs"))
-    search: str = setting("look-ahead", "for the ranks to cut", choices=METHODS)
+    keep_ends: bool = setting(False, "leave the first and the last layer dense")
+    size_in: Measure = setting("params", "unit of the size", choices=("params", "macs"))
+    search: str = setting("look-ahead", "search for the ranks to cut", choices=METHODS)
     finetune: float = setting(0.0, "share of the run after the cut", least=0.0)
 
     def __post_init__(self) -> None:
         if self.decompose.ranks is not None:
-            raise OptionError("the search chooses the ranks: leave decompose.ranks out.")
+            raise OptionError(
+                "decompose.ranks is not used by svd, whose search chooses the ranks. Remove it."
+            )
         if self.finetune >= 1.0:
-            raise OptionError(f"finetune={self.finetune:g} leaves no epoch to train before.")
+            raise OptionError(
+                f"finetune={self.finetune:g} leaves no epoch before the cut. Set less than 1."
+            )
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
     ) -> SVD:
         choice = self.choice(model)
         costs, full = full_rank_costs(model, example, choice)
-        ranks_of_size(costs, full, self.size, self.size_in)  # which refuses what cannot be reached
+        ranks_of_size(
+            costs, full, self.size, self.size_in
+        )  # raises for a size that cannot be reached
         return SVD(model, optimizer, settings=self, choice=choice, example=example, dense=dense)
 
 
 class SVD(Factorized):
-    """Cuts a trained model by a search, some epochs before the end or after the last one."""
+    """Cuts the model by a search after the last epoch, or some epochs before."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, settings: SVDSettings, **common: Any
@@ -57,16 +63,16 @@ class SVD(Factorized):
         super().__init__(model, optimizer, **common)
         self.settings = settings
 
-    def turn(self, *, last: bool) -> None:
+    def on_epoch_end(self, *, last: bool) -> None:
         dense = self.plan.epochs - epochs_of(self.settings.finetune, self.plan.epochs)
         if not self.factorized and (last or self.epoch >= dense):
             self.factorize(self._searched())
 
     def _searched(self) -> dict[str, int]:
-        """Return the ranks that a search leaves of the size."""
+        """Return the ranks of the size that a search finds."""
         loss, chosen = self.plan.loss_of, self.settings
         if loss is None:
-            raise TrainingError("svd has no training samples to search on.")
+            raise TrainingError("svd needs training samples for its search, but got none.")
         low_rank = decompose(copy.deepcopy(self.model), **self.choice)
         found = frontier(
             low_rank, loss, method=chosen.search, cost=chosen.size_in, example=self.example,

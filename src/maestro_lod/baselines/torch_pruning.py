@@ -1,7 +1,7 @@
-"""Torch-Pruning as a method: train, remove the channels that weigh least, train on.
+"""Torch-Pruning as a method: train, remove the channels with the smallest norms, train on.
 
-Whole groups of channels that depend on each other are removed, so that what is left is a plain
-model of plain layers. The size is met by removing a little more until the model is within it.
+Groups of dependent channels are removed together, so that the result consists of torch's own
+layers. Channels are removed in small steps until the model is within the size.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from maestro_lod.model.macs import dense_macs
 from maestro_lod.train.method import setting
 from maestro_lod.train.size_settings import SizedSettings
 
-_STEPS = 200  # by which channels are removed: the size is met to about a hundredth
+_STEPS = 200  # steps of pruning: the size is met to about a hundredth
 
 
 @dataclass(frozen=True)
 class TorchPruningSettings(SizedSettings):
-    """A size, and when to go down to it."""
+    """Size, and the time of the pruning."""
 
     warmup: float = setting(0.5, "share of the run that trains the dense model", least=0.0)
 
     def __post_init__(self) -> None:
         if self.warmup >= 1.0:
-            raise OptionError(f"warmup={self.warmup:g} leaves no epoch after the pruning.")
+            raise OptionError(
+                f"warmup={self.warmup:g} leaves no epoch after the pruning. Set less than 1."
+            )
 
     def reshape(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         narrow(model, {name: [*tensor.shape] for name, tensor in saved.items()})
@@ -45,14 +47,13 @@ class TorchPruningSettings(SizedSettings):
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
     ) -> TorchPruning:
-        prune(
-            copy.deepcopy(model), example, int(self.size * dense.params)
-        )  # or it cannot be reached
+        # raises for a size that cannot be reached
+        prune(copy.deepcopy(model), example, int(self.size * dense.params))
         return TorchPruning(model, optimizer, settings=self, example=example, dense=dense)
 
 
 class TorchPruning(Staged):
-    """Trains a dense model, and after some epochs what is left of it."""
+    """Trains a dense model, prunes it after the warm-up and trains the rest."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class TorchPruning(Staged):
     def stage(self) -> str:
         return "pruned" if self.pruned else "dense"
 
-    def turn(self, *, last: bool) -> None:
+    def on_epoch_end(self, *, last: bool) -> None:
         if not self.pruned and self.epoch >= epochs_of(self.settings.warmup, self.plan.epochs):
             limit = int(self.settings.size * self.dense.params)
             self._exchanged(lambda: prune(self.model, self.example, limit))
@@ -90,18 +91,20 @@ class TorchPruning(Staged):
 
 
 def prune(model: nn.Module, example: Any, limit: int) -> nn.Module:
-    """Remove channels of a model in place, by their norm, until it has no more than so many params.
+    """Remove channels of the smallest norm, in place, until the model has at most `limit` params.
 
-    What the last layer gives stays as it is.
+    The outputs of the last layer keep their number.
     """
     call = ModelInputs.of_example(example)
     if call.kwargs:
-        raise OptionError("torch-pruning takes models whose inputs are not named.")
+        raise OptionError(
+            "torch-pruning does not support models with keyword inputs. Choose another method."
+        )
     try:
         return _pruned(model, tuple(call.args), limit)
     except OptionError:
         raise
-    except Exception as error:  # it has limits of its own
+    except Exception as error:  # the package raises many types
         raise OptionError(
             f"torch-pruning cannot prune {type(model).__name__} ({type(error).__name__}: {error})."
         ) from error
@@ -127,14 +130,14 @@ def _pruned(model: nn.Module, inputs: tuple[Any, ...], limit: int) -> nn.Module:
     model.train(training).zero_grad()
     if count_params(model) > limit:
         raise OptionError(
-            f"torch-pruning leaves {count_params(model):,} params of {type(model).__name__} at "
-            f"least: {limit:,} cannot be reached."
+            f"torch-pruning cannot reduce {type(model).__name__} to {limit:,} params, only to "
+            f"{count_params(model):,}. Choose a larger size."
         )
     return model
 
 
 def narrow(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> nn.Module:
-    """Give layers of a model the shapes of pruned ones, in place; values are to be loaded."""
+    """Change layers, in place, to the shapes of a pruned model whose values are loaded later."""
     for prefix, module in model.named_modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             shape = shapes.get(f"{prefix}.{name}".lstrip("."))
@@ -145,12 +148,12 @@ def narrow(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> nn.Module:
                 setattr(module, name, nn.Parameter(new, requires_grad=tensor.requires_grad))
             else:
                 module._buffers[name] = new
-        _say_width(module)
+        _update_widths(module)
     return model
 
 
-def _say_width(module: nn.Module) -> None:
-    """Let a layer's numbers of channels be those of its tensors."""
+def _update_widths(module: nn.Module) -> None:
+    """Set the numbers of channels of a layer to those of its tensors."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, _ConvNd) and not module.transposed:

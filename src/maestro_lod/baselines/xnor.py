@@ -1,7 +1,7 @@
 """XNOR-Net (Rastegari et al., ECCV 2016): one bit per weight and per input.
 
-Every linear layer and convolution but the first and the last becomes norm, sign and a product with
-binary weights. Its size follows from that: there is none to choose.
+Every linear layer and convolution except the first and the last becomes BatchNorm, sign and a
+product with binary weights. The method determines the size.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from maestro_lod.train.progress import MethodRecord
 
 @dataclass(frozen=True)
 class XNORSettings(Settings):
-    """Which layers keep their numbers, and whether inputs are scaled."""
+    """Layers that stay real, and scaling of inputs."""
 
-    real: list[str] = setting([], "patterns of layers that stay, beside first and last")
-    input_scale: bool = setting(False, "scale outputs by the inputs' size, as in the paper")
+    real: list[str] = setting([], "patterns of further layers that stay real")
+    input_scale: bool = setting(False, "scale outputs by the mean absolute input, as in the paper")
 
     def prepare(self, model: nn.Module) -> nn.Module:
         layers = {name: m for name, m in model.named_modules() if is_linear_or_conv(m)}
@@ -39,13 +39,13 @@ class XNORSettings(Settings):
         chosen = [
             name
             for name in [*layers][1:-1]
-            if layers[name].weight.shape[1] > 1  # else centring would leave nothing
+            if layers[name].weight.shape[1] > 1  # centring would set a single input to zero
             and not any(matches(name, pattern) for pattern in self.real)
         ]
         if not chosen:
             raise OptionError(
-                f"{type(model).__name__} has no layer between its first and its last one that "
-                "could be binary."
+                f"{type(model).__name__} has no layer between the first and the last one that can "
+                "be binary."
             )
         for name in chosen:
             model.set_submodule(name, Binary(layers[name], input_scale=self.input_scale))
@@ -58,7 +58,7 @@ class XNORSettings(Settings):
 
 
 class XNOR(Staged):
-    """Trains the real weights behind binary ones, and keeps them centred and within [−1, 1]."""
+    """Trains the real weights of binary layers, centred and within [−1, 1]."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **common: Any) -> None:
         super().__init__(model, optimizer, **common)
@@ -73,7 +73,7 @@ class XNOR(Staged):
             center_and_clamp(layer.weight)
 
     def record(self) -> MethodRecord:
-        """Count a bit for each binary weight, and a number for the scale of each row."""
+        """Return the record, with one bit per binary weight and one scale per row."""
         weights = sum(layer.weight.numel() for layer in self.layers.values())
         rows = sum(layer.weight.shape[0] for layer in self.layers.values())
         real_bits = sum(8 * layer.weight.nbytes for layer in self.layers.values())

@@ -1,4 +1,4 @@
-"""Measurements of `lod bench`: a run's model as dense, as trained and at smaller sizes."""
+"""Measurements of `lod bench`: the model of a run, dense, as trained and at smaller sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bench(
     *,
     shares: Sequence[float] = (0.5, 0.25, 0.1),
     batch: int = 1,
-    beside: Trained | None = None,
+    reference: Trained | None = None,
     on_progress: OnProgress | None = None,
 ) -> str:
     """Measure the dense model, the trained model and smaller sizes.
@@ -35,7 +35,7 @@ def bench(
         trained: The model of a finished run.
         shares: The smaller sizes, as shares of the dense MACs.
         batch: Batch size of the timings.
-        beside: Another run of the same task, such as a dense training.
+        reference: Another run of the same task, such as a dense training.
         on_progress: Called while sizes are searched, as in `frontier`.
 
     Returns:
@@ -44,11 +44,11 @@ def bench(
     Raises:
         OptionError: If the two runs were trained on different data.
     """
-    found, example = frontier_of(trained, on_progress), trained.example(batch)
-    models = _models_to_bench(trained, found, shares)
-    if beside is not None:
-        _require_same_data(trained, beside)
-        models = {f"run {beside.run.directory.name}": beside.dense(), **models}
+    sizes, example = frontier_of(trained, on_progress), trained.example(batch)
+    models = _models_to_bench(trained, sizes, shares)
+    if reference is not None:
+        _require_same_data(trained, reference)
+        models = {f"run {reference.run.directory.name}": reference.dense(), **models}
     tests = {name: trained.tested(model) for name, model in models.items()}
     runs = ModelInputs.of_example(example).drawn(device_of(trained.model))
     variants = {name: eager(model, runs) for name, model in models.items()}
@@ -57,8 +57,8 @@ def bench(
     rows = [
         (
             name,
-            *_costs_beside(costs[name], costs["dense form"]),
-            _time_beside(times[name], times["dense form"]),
+            *_relative_costs(costs[name], costs["dense form"]),
+            _relative_time(times[name], times["dense form"]),
             *(f"{value:.4f}" for value in tests[name].values()),
         )
         for name in models
@@ -68,28 +68,29 @@ def bench(
     return f"{table(header, rows, right=range(1, len(header)))}\n{method}"
 
 
-def _require_same_data(trained: Trained, beside: Trained) -> None:
-    if trained.run.recipe.data != beside.run.recipe.data:
+def _require_same_data(trained: Trained, reference: Trained) -> None:
+    if trained.run.recipe.data != reference.run.recipe.data:
         raise OptionError(
-            f"{beside.run.directory} was trained on other data than {trained.run.directory}. Give "
-            "a run of the same data."
+            f"{reference.run.directory} was not trained on the data of {trained.run.directory}. "
+            "Give "
+            "a run on the same data."
         )
 
 
 def _models_to_bench(
-    trained: Trained, found: Frontier, shares: Sequence[float]
+    trained: Trained, sizes: Frontier, shares: Sequence[float]
 ) -> dict[str, nn.Module]:
     """Return the dense model, the trained model and the sizes that the frontier reaches."""
     model = trained.model
     models = {"dense form": trained.dense(), "as trained": extract(model)}
     for share in shares:
         with suppress(OptionError):  # the frontier has no size that small
-            choice = Choice(model, found, {"max_macs": share}, trained.data.example)
+            choice = Choice(model, sizes, {"max_macs": share}, trained.data.example)
             models[f"≤ {share:.0%} of MACs"] = choice.best()[1]
     return models
 
 
-def _costs_beside(cost: Cost, dense: Cost) -> tuple[str, str, str]:
+def _relative_costs(cost: Cost, dense: Cost) -> tuple[str, str, str]:
     of_params, of_macs = cost.params / dense.params, (cost.macs or 0) / (dense.macs or 1)
     return (
         f"{cost.params:,} ({of_params:.2f}×)",
@@ -98,6 +99,6 @@ def _costs_beside(cost: Cost, dense: Cost) -> tuple[str, str, str]:
     )
 
 
-def _time_beside(times: Sequence[float], dense: Sequence[float]) -> str:
+def _relative_time(times: Sequence[float], dense: Sequence[float]) -> str:
     ratio = statistics.median(ratios(times, dense))
     return f"{1e3 * statistics.median(times):.3f} ms ({ratio:.2f}×)"

@@ -18,7 +18,7 @@ from maestro_lod.train.budget import Budget
 from maestro_lod.train.method import total_epochs
 from maestro_lod.train.progress import EpochRecord
 
-_EVERY = 10.0  # seconds, at least, between lines in a pipe
+_EVERY = 10.0  # least seconds between lines in a pipe
 
 
 class Display:
@@ -58,7 +58,7 @@ class Display:
             TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
             console=self.console,
             expand=True,
-            transient=True,  # the lines of the epochs remain
+            transient=True,  # keeps the lines of the epochs
         )
         self._run = self._bars.add_task(
             "training",

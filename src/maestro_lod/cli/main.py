@@ -19,8 +19,8 @@ try:
     from typer.core import TyperCommand, TyperGroup
 
     from maestro_lod.cli.terminal import complain
-    from maestro_lod.cli.user_code import OwnCodeError
-except ImportError as missing:  # the core works without what the program needs
+    from maestro_lod.cli.user_code import UserCodeError
+except ImportError as missing:  # the library works without the packages of the program
     sys.exit(f"lod needs more than the library itself ({missing}): {install_command('cli')}")
 
 COMMANDS = {
@@ -38,44 +38,44 @@ COMMANDS = {
     ),
     "compare": (
         "baselines.compare.command",
-        "Train ways to a smaller model on your task under the same terms, and say which is best.",
+        "Train compression methods on your task under equal conditions, and rank them.",
     ),
     "report": (
         "cli.commands.results",
-        "Write one self-contained HTML page about one run, or several side by side.",
+        "Write a self-contained HTML page about one run, or a comparison of several.",
     ),
     "summary": (
         "cli.commands.results",
-        "Print ranks, parameters and MACs of every layer, of a recipe's model or a finished run's.",
+        "Print rank, parameters and MACs of every layer of a recipe or a finished run.",
     ),
     "demo": (
         "cli.commands.demo",
         "Run a demonstration in half a minute: train, find every size, deploy one, compare.",
     ),
-    "recipes": ("cli.commands.listing", "List the recipes of the library."),
+    "recipes": ("cli.commands.demo", "List the recipes of the library."),
     "frontier": (
         "cli.commands.results",
-        "Find the best submodel for every size, without training, and add them to the report.",
+        "Search the best ranks of every size, without training, and add them to the report.",
     ),
     "deploy": (
         "cli.commands.results",
-        "Write a run's model, as it was trained or cut to a size, to files that were verified.",
+        "Export the model of a run, in full or cut to a size, and verify the files.",
     ),
     "bench": (
         "cli.commands.results",
-        "Print latency, size and test accuracy of dense and deployed sizes side by side.",
+        "Print latency, size and test accuracy of the dense model and of smaller sizes.",
     ),
     "compress": (
         "cli.commands.compressing",
-        "Cut a pretrained model to a limit, by data and without training.",
+        "Compress a pretrained model to a limit, using data but no training.",
     ),
     "distill": (
         "cli.commands.compressing",
-        "Train a compressed transformers model for some steps to say what the original says.",
+        "Train a compressed transformers model to reproduce the outputs of the original.",
     ),
     "verify": (
         "cli.commands.results",
-        "Read every file and say whether it is as it was written; exit code 1 if one is not.",
+        "Check that files are as they were written; exit with 1 if one is damaged.",
     ),
 }
 """Module and help of each command; `lod --help` imports none of the modules."""
@@ -88,7 +88,7 @@ _RENAMED = {
     "compress --fast": "--no-correction",
     "compress --heal": "--distill-steps",
 }
-"""Commands and options of before, and what they are called now."""
+"""Former names of commands and options, and their present names."""
 
 
 class _Commands(TyperGroup):
@@ -150,7 +150,7 @@ def _program(
     """Train a PyTorch model once, low-rank with ordered ranks, and deploy it in every size."""
 
 
-# a mismatch of shapes is one line; torch would log a page about it first
+# torch would log a page before the one-line error about mismatched shapes
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 # typer brings its own click, or uses the installed one: take the class from where typer has it
@@ -162,7 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
     keep_freed_memory()
     try:
         code = app(args=arguments, prog_name="lod", standalone_mode=False) or 0
-    except OwnCodeError as error:
+    except UserCodeError as error:
         traceback.print_exception(error.__cause__)  # the traceback of the user's code
         code = complain(error, 1)
     except (TrainingError, CheckpointError) as error:
@@ -179,7 +179,9 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except OSError as error:
-        code = complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}.", 1)
+        code = complain(
+            f"{error.filename or 'the system refused a request'}: {error.strerror or error}.", 1
+        )
     except ModuleNotFoundError as error:
         code = complain(
             f"lod needs more than the library itself ({error}): {install_command('cli')}", 1

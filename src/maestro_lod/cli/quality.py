@@ -16,16 +16,16 @@ from maestro_lod.train.evaluate import evaluate
 
 _DISTANCE = "squared distance to the original's outputs, of their mean square"
 _JUDGES = ("accuracy", "perplexity", "loss", _DISTANCE)
-"""The first of these that is known says whether a model is worse."""
+"""Metrics by which a model is compared; the first one that was measured decides."""
 _NOTICEABLE = 0.05
-"""Of what it was, or of one; of an accuracy one point."""
+"""Relative increase that counts as noticeable; of an accuracy, one point."""
 
 
 class Quality:
-    """Measures a model on held-out batches now, and again once it has changed.
+    """Quality of a model on held-out batches, measured now and again after a change.
 
-    With a loss, by the loss and the accuracy; a language model by its perplexity; any other model
-    by the distance of its outputs to its present ones.
+    The measure is loss and accuracy if a loss is given, perplexity for language models, and the
+    distance of the outputs to the present ones for other models.
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], loss: Loss | None = None) -> None:

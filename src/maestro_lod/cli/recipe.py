@@ -1,4 +1,4 @@
-"""Recipes: every setting of a run, typed, read from YAML and changed by key=value."""
+"""Recipes: typed settings of a run, read from YAML and changed by `key=value`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from pydantic import BeforeValidator, Field, ValidationError, create_model, model_validator
 from torch.optim import Optimizer
 
-from maestro_lod.cli.methods import METHODS, method_named
 from maestro_lod.cli.recipe_files import recipe_names, recipe_text
+from maestro_lod.cli.registry import METHODS, method_named
 from maestro_lod.cli.sections import (
     Count,
     NonNegative,
@@ -27,7 +27,7 @@ from maestro_lod.cli.sections import (
     in_one_line,
     section_of,
 )
-from maestro_lod.cli.user_code import names_own_code, own_function
+from maestro_lod.cli.user_code import import_function, names_user_code
 from maestro_lod.cli.yaml_settings import as_yaml, change, parsed, shown, text_of
 from maestro_lod.errors import OptionError, listed, suggest
 from maestro_lod.train.budget import Budget
@@ -49,7 +49,7 @@ def _by_name(usual: str | None = None) -> BeforeValidator:
     return BeforeValidator(named)
 
 
-Seed = Annotated[Whole, Field(lt=2**63)]  # what torch's generators take
+Seed = Annotated[Whole, Field(lt=2**63)]  # range of the seeds of torch's generators
 
 
 class Named(Section):
@@ -60,7 +60,7 @@ class Named(Section):
 
 
 class DataSettings(Named):
-    """The dataset, and how much of it is used."""
+    """Settings of the dataset."""
 
     directory: Path | None = Field(
         default=None, description="directory that contains the dataset; else $LOD_DATA"
@@ -80,6 +80,8 @@ class Loss(Section):
 
 
 class SGD(Section):
+    """Stochastic gradient descent."""
+
     name: Literal["sgd"] = Field(default="sgd", description="optimizer")
     lr: Positive = Field(default=0.01, description="learning rate")
     momentum: Share = Field(default=0.9, description="of sgd: momentum factor")
@@ -97,6 +99,8 @@ class SGD(Section):
 
 
 class Adam(Section):
+    """Adam or AdamW."""
+
     name: Literal["adam", "adamw"]
     lr: Positive = Field(default=1e-3, description="learning rate")
     betas: tuple[Share, Share] = Field(
@@ -110,12 +114,16 @@ class Adam(Section):
 
 
 class Constant(Section):
+    """Constant learning rate."""
+
     name: Literal["constant"] = Field(
         default="constant", description="schedule of the learning rate"
     )
 
 
 class Milestones(Section):
+    """Learning rate that is multiplied after some epochs."""
+
     name: Literal["milestones"]
     epochs: list[Count] = Field(
         description="of milestones: epochs after which the rate is multiplied"
@@ -124,11 +132,15 @@ class Milestones(Section):
 
 
 class Vaswani(Section):
+    """Linear warm-up, then the inverse square root of the step (Vaswani et al., 2017)."""
+
     name: Literal["vaswani"]
     warmup: Count = Field(description="of vaswani, cosine, linear: number of warm-up steps")
 
 
 class Falling(Section):
+    """Linear warm-up, then a fall along a cosine or a line to a share of the rate."""
+
     name: Literal["cosine", "linear"]
     warmup: Whole = Field(
         default=0, description="of vaswani, cosine, linear: number of warm-up steps"
@@ -196,15 +208,15 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        settings = self.settings  # which refuses what does not go together
+        settings = self.settings  # raises for contradictory settings
         settings.require_optimizer(OPTIMIZERS[self.optimizer.name])
         if self.epochs < (least := settings.least_epochs):
             raise ValueError(
-                f"method={self.method} trains in stages: give it {least} epochs or more"
+                f"method={self.method} trains in stages, so it needs at least {least} epochs"
             )
         own_loss = self.loss.name != "cross_entropy"
         if own_loss and (self.label_smoothing or self.reduction != "mean"):
-            raise ValueError("label_smoothing and reduction belong to loss=cross_entropy")
+            raise ValueError("label_smoothing and reduction apply to loss=cross_entropy only")
         return self
 
 
@@ -234,7 +246,7 @@ def method_of(settings: Mapping[str, Any]) -> type[Settings]:
         raise OptionError(f"method={shown(name)} must be text.")
     if ":" not in name:
         return method_named(name)
-    chosen: Any = own_function(name, "method", settings.get("code"))
+    chosen: Any = import_function(name, "method", settings.get("code"))
     if not isinstance(chosen, type) or not issubclass(chosen, Settings):
         raise OptionError(
             f"method {name!r} is not a subclass of maestro_lod.train.method.Settings."
@@ -261,7 +273,7 @@ def _owners(keys: Iterable[str], method: type[Settings]) -> dict[str, type[Setti
 
 
 def _without_foreign(settings: Mapping[str, Any], method: type[Settings]) -> dict[str, Any]:
-    """Drop settings of other methods that have their default values; refuse other values."""
+    """Drop settings of other methods at their defaults; raise OptionError for other values."""
     settings = _without_pressure(settings)
     owners = _owners(settings, method)
     useless = [
@@ -270,12 +282,15 @@ def _without_foreign(settings: Mapping[str, Any], method: type[Settings]) -> dic
         if key in owners and not _is_default(key, settings[key], section_of(owners[key]))
     ]
     if useless:
-        raise OptionError(f"method={_method_name(settings)} has no use for {', '.join(useless)}.")
+        raise OptionError(
+            f"method={_method_name(settings)} does not use {', '.join(useless)}. Remove it, or "
+            "choose another method."
+        )
     return {key: value for key, value in settings.items() if key not in owners}
 
 
 def _without_pressure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop a setting of older recipes; refuse it if it is used."""
+    """Drop the setting `pressure` of older recipes; raise OptionError if it is used."""
     if settings.get("pressure"):
         raise OptionError(
             f"pressure={settings['pressure']} is not supported any more. Set penalty (a λ), or "
@@ -321,7 +336,7 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
         )
     settings = parsed(text, name_or_path)
     settings.setdefault("recipe", name)
-    if name_or_path not in names and names_own_code(settings):
+    if name_or_path not in names and names_user_code(settings):
         folder = Path(name_or_path).absolute().parent
         settings["code"] = str(folder / str(settings.get("code") or ""))
     named = change(settings, changes)

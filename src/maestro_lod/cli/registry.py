@@ -1,12 +1,15 @@
-"""Mapping from names in recipes to objects that are imported on first use."""
+"""Names in recipes: training methods and models, imported on first use."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-from maestro_lod.errors import OptionError
+from torch import nn
+
+from maestro_lod.errors import OptionError, listed, suggest
+from maestro_lod.train.method import Settings
 
 T = TypeVar("T")
 
@@ -20,7 +23,9 @@ class Registry(Mapping[str, T]):
     def register(self, name: str, entry: T) -> None:
         """Add an object; raise OptionError if another object has the name."""
         if self._entries.get(name, entry) is not entry:
-            raise OptionError(f"there already is a {self._kind} {name!r}. Give another name.")
+            raise OptionError(
+                f"the name of a {self._kind} is already in use: {name!r}. Give another name."
+            )
         self._entries[name] = entry
 
     def unregister(self, name: str) -> None:
@@ -42,3 +47,61 @@ class Registry(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+METHODS: Registry[type[Settings]] = Registry(
+    "method",
+    {
+        "lod": "train.lod_settings:LoDSettings",
+        "elastic": "train.elastic_settings:ElasticSettings",
+        "dense": "train.dense:DenseSettings",
+        "narrow": "baselines.narrow:NarrowSettings",
+        "svd": "baselines.svd:SVDSettings",
+        "pufferfish": "baselines.pufferfish:PufferfishSettings",
+        "cuttlefish": "baselines.cuttlefish:CuttlefishSettings",
+        "spectral": "baselines.spectral:SpectralSettings",
+        "imp": "baselines.imp:IMPSettings",
+        "raregems": "baselines.raregems:RareGemsSettings",
+        "xnor": "baselines.xnor:XNORSettings",
+    },
+)
+
+
+MODELS: Registry[Callable[..., nn.Module]] = Registry(
+    "model",
+    {
+        "lenet": "cli.models.lenet:LeNet",
+        "resnet18": "baselines.models.resnet:resnet18",
+        "resnet18_small": "baselines.models.resnet:resnet18_small",
+        "resnet50": "baselines.models.resnet:resnet50",
+        "vgg19": "baselines.models.vgg:VGG19",
+        "vgg19_small": "baselines.models.vgg:vgg19_small",
+        "transformer": "baselines.models.transformer:Transformer",
+        "transformer_small": "baselines.models.transformer:transformer_small",
+    },
+)
+
+
+def register(name: str, settings: type[Settings]) -> None:
+    """Register a training method for recipes, which then have its settings as keys.
+
+    Args:
+        name: The value of the setting `method`.
+        settings: The settings of the method: a frozen dataclass of `setting` fields.
+
+    Raises:
+        OptionError: If another method has the name.
+
+    Example:
+        >>> register("mine", MySettings)  # lod train digits --set method=mine
+    """
+    METHODS.register(name, settings)
+
+
+def method_named(name: str) -> type[Settings]:
+    """Return the settings class of a method."""
+    if name not in METHODS:
+        raise OptionError(
+            f'method="{name}" is unknown.{suggest(name, METHODS)} Known: {listed(METHODS, 12)}.'
+        )
+    return METHODS[name]

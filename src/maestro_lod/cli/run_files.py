@@ -1,4 +1,4 @@
-"""The files of a run, in a directory of its own, and the checks that they belong together.
+"""Files of a run in its directory, and checks that they belong together.
 
 config.yaml             every setting
 environment.json        versions and machine
@@ -39,7 +39,7 @@ _RESULT: Shape = {
     "summary": {"dense_params": int}, "ledger": ({"relative_macs": float | None}, None),
     "size?": ({str: float}, None), "seconds": float, "epochs": int,
 }  # fmt: skip
-"""The parts of a result that are read; also of results of older versions."""
+"""Parts of a result that are read, which results of older versions have too."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RunDirectory:
             not path.name.startswith(".") for path in self.directory.iterdir()
         ):
             raise OptionError(
-                f"{self.directory} is not empty. Give another --out, or go on with the run in it: "
+                f"{self.directory} is not empty. Give another --out, or resume the run in it: "
                 f"lod resume {self.directory}"
             )
 
@@ -136,11 +136,11 @@ class RunDirectory:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Say how to go on where a file of the run cannot be written."""
+        """Raise CheckpointError with the way out if a file of the run cannot be written."""
         try:
             yield
         except CheckpointError as error:
-            if error.__cause__ is None:  # not for want of room: something that no file can hold
+            if error.__cause__ is None:  # not a full disk: a value that the file format cannot hold
                 raise
             raise CheckpointError(f"{error} {self._way_out}") from error
         except OSError as error:
@@ -186,7 +186,7 @@ def _line(record: EpochRecord) -> str:
     return json.dumps(record.to_dict()) + "\n"
 
 
-# -- files that belong to one another ----------------------------------------------------------
+# -- files that belong together ----------------------------------------------------------------
 
 MAY_CHANGE = (
     *("recipe", "description", "code"),

@@ -1,4 +1,4 @@
-"""Sections of a recipe: typed settings that refuse unknown keys, and their errors in one line."""
+"""Sections of a recipe: typed settings without unknown keys, and their errors in one line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Switch = Annotated[bool, Field(strict=True)]
 
 
 class Section(BaseModel):
-    """Settings that refuse keys they do not know."""
+    """Settings for which unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -78,10 +78,10 @@ def _field(entry: dataclasses.Field[Any], hint: Any) -> tuple[Any, Any]:
 
 
 def _strict(hint: Any, least: float | None) -> Any:
-    """Return a type that accepts what YAML means by it, and nothing else."""
+    """Return a type that accepts only the matching YAML values."""
     if get_origin(hint) in (Union, types.UnionType):
         return Union[tuple(_strict(part, least) for part in get_args(hint))]  # noqa: UP007
-    if dataclasses.is_dataclass(hint):  # its values are the dataclass itself, made of checked ones
+    if dataclasses.is_dataclass(hint):  # checked values become the dataclass itself
         kind: Any = hint
         return Annotated[
             section_of(kind),
@@ -116,7 +116,7 @@ def sections_in(annotation: Any) -> list[type[Section]]:
 
 def in_one_line(error: ValidationError, section: type[BaseModel]) -> str:
     """Describe the first problem of settings for a section, and count the others."""
-    # a slip in a key comes first: it explains why another is missing
+    # an unknown key comes first: it may explain why another is missing
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{_explain(problems[0], section)}{more}"

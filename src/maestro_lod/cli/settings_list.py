@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from maestro_lod.cli.methods import METHODS
 from maestro_lod.cli.recipe import Recipe
+from maestro_lod.cli.registry import METHODS
 from maestro_lod.cli.sections import alternatives, section_of, sections_in
 from maestro_lod.cli.yaml_settings import shown
 

@@ -12,14 +12,14 @@ from torch.optim import SGD, Optimizer
 
 from maestro_lod.cli import recipe as settings
 from maestro_lod.cli.data import Data, load_data
-from maestro_lod.cli.models import MODELS
 from maestro_lod.cli.recipe import Recipe
+from maestro_lod.cli.registry import MODELS
 from maestro_lod.cli.user_code import (
-    called,
-    failure,
-    own_function,
+    call_with_options,
+    import_function,
     parameters_of,
     unknown_name,
+    user_error,
     with_article,
 )
 from maestro_lod.errors import OptionError, listed
@@ -60,7 +60,7 @@ class Setup:
         return cls(data, model, optimizer, method, loss, _schedule(recipe, data), dense)
 
 
-def own_names(recipe: Recipe) -> list[str]:
+def user_function_names(recipe: Recipe) -> list[str]:
     """Return the user functions that a recipe names."""
     named = (recipe.model.name, recipe.data.name, recipe.loss.name, recipe.method)
     return [name for name in named if ":" in name]
@@ -125,7 +125,7 @@ class Builds:
         if width is not None:
             options["width"] = width
         torch.manual_seed(self.recipe.seed)
-        model = called(build, options, what)
+        model = call_with_options(build, options, what)
         if not isinstance(model, nn.Module):
             raise OptionError(f"{what} returned {with_article(model)}. Return a torch.nn.Module.")
         return model
@@ -134,7 +134,7 @@ class Builds:
         name = self.recipe.model.name
         what = f"model {name!r}"
         if ":" in name:
-            return own_function(name, "model", self.recipe.code), what
+            return import_function(name, "model", self.recipe.code), what
         if name not in MODELS:
             raise OptionError(unknown_name("model", name, MODELS))
         return MODELS[name], what
@@ -148,7 +148,7 @@ def _dense_cost(recipe: Recipe, data: Data) -> Cost:
 
 
 def _rehearse(recipe: Recipe, model: nn.Module, data: Data) -> None:
-    """Run the model on one sample: what does not fit is found before anything is written."""
+    """Run the model on one sample to find a mismatch before anything is written."""
     inputs = ModelInputs.of(data.example)
     """Run the model on one sample, to find a mismatch before anything is written."""
     try:
@@ -157,7 +157,9 @@ def _rehearse(recipe: Recipe, model: nn.Module, data: Data) -> None:
     except Exception as error:
         what = f"model {recipe.model.name!r} cannot run on data {recipe.data.name!r}"
         shapes = ["×".join(map(str, t.shape)) for t in inputs.tensors]
-        raise failure(f"{what} (input {listed(shapes)})", error, bool(own_names(recipe))) from error
+        raise user_error(
+            f"{what} (input {listed(shapes)})", error, bool(user_function_names(recipe))
+        ) from error
     scores = output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else data.classes
     if recipe.loss.name == "cross_entropy" and scores < data.classes:
         raise OptionError(
@@ -169,7 +171,7 @@ def _rehearse(recipe: Recipe, model: nn.Module, data: Data) -> None:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(0, device=device).tolist()  # which the meta device cannot
+        torch.empty(0, device=device).tolist()  # not possible on the meta device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise OptionError(
@@ -200,7 +202,7 @@ def loss_of(recipe: Recipe) -> Loss:
     """Return the training loss of a recipe."""
     name = recipe.loss.name
     if ":" in name:
-        return own_function(name, "loss", recipe.code)
+        return import_function(name, "loss", recipe.code)
     if name != "cross_entropy":
         raise OptionError(unknown_name("loss", name, ["cross_entropy"]))
     return CrossEntropy(recipe.label_smoothing, recipe.reduction)
@@ -230,8 +232,8 @@ def _own_data(chosen: settings.DataSettings, recipe: Recipe) -> Data:
                 f"data.{key} is for built-in data. {what} is called with batch and data.options: "
                 f"set data.options.{key} if it takes that."
             )
-    function = own_function(chosen.name, "data", recipe.code)
-    given = called(function, {"batch": recipe.batch, **chosen.options}, what)
+    function = import_function(chosen.name, "data", recipe.code)
+    given = call_with_options(function, {"batch": recipe.batch, **chosen.options}, what)
     if isinstance(given, Data):
         _first_batch(given.train, what)
         return given
@@ -273,7 +275,7 @@ def _first_batch(train: Any, what: str) -> tuple[Any, Any]:
     try:
         batch = next(iter(train), None) if count else None
     except Exception as error:
-        raise failure(f"{what}: 'train' yields no batch", error) from error
+        raise user_error(f"{what}: 'train' yields no batch", error) from error
     if batch is None:
         raise OptionError(f"{what}: 'train' has no batch. Return at least one.")
     if not isinstance(batch, tuple | list) or len(batch) != 2:

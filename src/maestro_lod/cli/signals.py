@@ -1,4 +1,4 @@
-"""Signals and errors that end a training, with a hint on how to resume."""
+"""Signals and errors that end a training, with the command that resumes it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import typer
 from maestro_lod.cli.display import Display
 from maestro_lod.cli.recipe import Recipe
 from maestro_lod.cli.run import Interrupted
-from maestro_lod.cli.setup import own_names
+from maestro_lod.cli.setup import user_function_names
 from maestro_lod.cli.terminal import complain, say
 from maestro_lod.cli.torchrun import is_main_process
-from maestro_lod.cli.user_code import OwnCodeError
+from maestro_lod.cli.user_code import UserCodeError
 from maestro_lod.errors import MaestroError, TrainingError, listed
 
 
@@ -46,9 +46,9 @@ def stoppable(
         except MaestroError:
             raise
         except Exception as error:
-            if not (names := own_names(recipe)):
+            if not (names := user_function_names(recipe)):
                 raise
-            raise OwnCodeError(
+            raise UserCodeError(
                 f"{type(error).__name__}: {error}. This recipe runs your own {listed(names)}: the "
                 f"traceback above shows where it failed. Fix it, then resume with: {again}"
             ) from error

@@ -12,11 +12,13 @@ from maestro_lod.progress import OnProgress, ProgressLine, progress_enabled
 
 
 def say(text: str) -> None:
+    """Print a text to standard output."""
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def complain(error: object, code: int) -> int:
-    line = " ".join(f"lod: {error}".split())  # some of torch's messages have several
+    """Print an error in one line to standard error and return the exit code."""
+    line = " ".join(f"lod: {error}".split())  # some of torch's messages have several lines
     Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     return code
 

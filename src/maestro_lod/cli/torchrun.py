@@ -23,7 +23,7 @@ from maestro_lod.distributed.collectives import sum_over, told_by
 from maestro_lod.errors import MaestroError, OptionError, TrainingError
 
 T = TypeVar("T")
-_torch: Any = dist  # which does not say that it exports all that it documents
+_torch: Any = dist  # its stubs do not export all documented names
 
 _PROGRAM = Path(__file__).parents[1] / "__main__.py"
 _WAIT = timedelta(minutes=30)  # while the main process alone tests and writes the model
@@ -60,7 +60,7 @@ def launch(arguments: Sequence[str], count: int, restarts: int) -> int:
     """
     if "LOCAL_RANK" in os.environ:
         raise OptionError(
-            f"torchrun has started {processes()} processes already: leave --nproc and "
+            f"torchrun has started {processes()} processes already. Leave out --nproc and "
             "--max-restarts to it."
         )
     config = LaunchConfig(  # as torchrun --standalone

@@ -1,4 +1,4 @@
-"""Finished runs: search their sizes and deploy them, as `lod frontier` and `lod deploy` do."""
+"""Models of finished runs: frontier search and deployment."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ from maestro_lod.train.fit import FitOptions
 
 @dataclass(frozen=True)
 class Trained:
-    """The model of a finished run, always low-rank, and its data."""
+    """Model of a finished run in low-rank form, and its data."""
 
     run: Run
     model: nn.Module
     data: Data
     plain: nn.Module | None = None
-    """The run's own model where that is not low-rank, weight by weight: zeros stay zeros in it."""
+    """The model of the run if it is not low-rank; zero weights stay zero in it."""
 
     @classmethod
     def of(cls, run: Run) -> Trained:
@@ -93,14 +93,14 @@ class Trained:
         return self.test(plain)
 
     def test(self, model: nn.Module | None = None) -> dict[str, float]:
-        """Return the test metrics of the model, at its active ranks, or of another one."""
+        """Return the test metrics of a model, by default of the run's at its active ranks."""
         if self.data.test is None:
             return {}
         return evaluate(model or self.model, self.data.test, self.loss)
 
     @property
     def loss(self) -> Loss:
-        """The loss that evaluates sizes: the run's own, or plain cross-entropy."""
+        """Loss that evaluates sizes: that of the run, or plain cross-entropy."""
         return to_evaluate(loss_of(self.run.recipe))
 
 
@@ -108,10 +108,17 @@ class Trained:
 
 
 def search(trained: Trained, **options: Any) -> Frontier:
-    """Search the sizes of a run's model on its training data; `options` are those of `frontier`.
+    """Search the sizes of the model of a run on its training data.
 
-    Accuracies are those of the validation data, if there are any: the test set stays out. Shares
-    are those of the recipe's dense model, of its full width.
+    Accuracy is measured on validation data if there is any, never on test data. Shares are relative
+    to the dense model of the recipe at its full width.
+
+    Args:
+        trained: The model of a finished run.
+        **options: Further arguments of `frontier`.
+
+    Returns:
+        All sizes.
     """
     batches, loss = first_samples(trained.data.train), trained.loss
     held_out = trained.data.validation or batches
@@ -151,7 +158,7 @@ def find_frontier(
             "measured_on": {"loss": "training", "accuracy": held_out},
         }
         run.write_json("frontier.json", {**json.loads(found.to_json()), **of_model})
-        if trained.plain is None:  # one file, every size, and how to choose among them
+        if trained.plain is None:  # one file with every size and the ranks to choose from
             save(trained.model, run.model_file, frontier=found)
         shutil.rmtree(resume, ignore_errors=True)
         write_report([run.directory], run.directory / "report.html")
@@ -203,11 +210,11 @@ def deploy(
     finetune_epochs: int = 0,
     on_progress: OnProgress | None = None,
 ) -> Deployment:
-    """Write a run's model as it was trained, or its best size within limits, to files.
+    """Export the model of a run, or its best size within limits, by `deploy_size`.
 
-    As `deploy_size` does; sizes are searched only if there is a limit. The model is trained for
-    `finetune_epochs` before; finished epochs are kept in the run's directory, so that the same call
-    resumes after it was stopped.
+    Sizes are searched only if there is a limit. Before the export the model is trained for
+    `finetune_epochs`; finished epochs are stored in the directory of the run, so that the same call
+    resumes.
     """
     require_deployable(limits, formats, out, int8=int8)
     require_whole("finetune_epochs", finetune_epochs)
@@ -228,13 +235,13 @@ def deploy(
     )
 
 
-_NOTICEABLE = 0.01
+_NOTICEABLE = 0.01  # fall of the accuracy
 
 
 def quality_loss(trained: Trained, done: Deployment) -> str | None:
-    """Return how far the accuracy of a deployed size fell and what helps; None if it hardly did.
+    """Return a warning if a deployed size is noticeably less accurate than the run; else None.
 
-    It fell if that is more than a point and more than the standard error of both accuracies.
+    A fall is noticeable if it exceeds one point and the standard errors of both accuracies.
     """
     if trained.data.test is None or "accuracy" not in done.test:
         return None
@@ -250,7 +257,7 @@ def quality_loss(trained: Trained, done: Deployment) -> str | None:
 
 
 def _finetuned(trained: Trained, epochs: int, plain: nn.Module) -> None:
-    """Train the model that is deployed as its run was trained."""
+    """Train a deployed model with the settings of its run."""
     recipe = trained.run.recipe
     name = f"finetuning-{epochs}-{weights_digest(plain)[:16]}.unfinished"
     options = FitOptions(recipe.clip_norm, recipe.accumulate, recipe.amp, recipe.recalibration)
@@ -264,9 +271,9 @@ def _finetuned(trained: Trained, epochs: int, plain: nn.Module) -> None:
 def require_deployable(
     limits: Mapping[str, float], formats: Sequence[str], out: Path, *, int8: bool = False
 ) -> None:
-    """Refuse unusable options before anything is loaded, searched or written."""
+    """Raise OptionError for unusable options before anything is loaded or written."""
     if limits:
         require_limits(limits)
     require_usable(out, formats)
     if int8 and "onnx" not in formats:
-        raise OptionError("--int8 is for ONNX files: add --to onnx, or leave it out.")
+        raise OptionError("--int8 needs the format onnx. Add --to onnx, or remove --int8.")

@@ -1,4 +1,4 @@
-"""Output directories of long commands, and the unfinished work that they are resumed from.
+"""Output directories of long commands, and the finished stages that they resume from.
 
 Finished stages are in `OUT.unfinished`. `OUT` is put in place in one rename, then the stages are
 removed: whenever a command is killed, the same command resumes there.
@@ -20,7 +20,7 @@ _WRITTEN = "written"
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Unfinished]:
-    """Begin or continue the work on a new directory; one process at a time."""
+    """Start or resume the work on a new directory; raise BusyError if another process does it."""
     work = Unfinished(out)
     with alone_for(out):
         shutil.rmtree(work.removed, ignore_errors=True)
@@ -28,28 +28,28 @@ def unfinished(out: Path) -> Iterator[Unfinished]:
         try:
             yield work
         finally:
-            with suppress(OSError):  # unless it holds parts
+            with suppress(OSError):  # fails if it has parts
                 work.parts.rmdir()
 
 
 class Unfinished:
-    """The work on one directory."""
+    """Work on one output directory."""
 
     def __init__(self, out: Path) -> None:
         self._out = Path(os.path.abspath(out))  # noqa: PTH100
         self.parts = Path(f"{self._out}.unfinished")
-        """The directory of finished stages, for `resume=`."""
+        """Directory of finished stages, for `resume=`."""
         self.removed = self.parts.with_name(f".removing-{self.parts.name}")
-        """Where the stages are moved before their removal, so that no half of them is resumed."""
+        """Directory that stages are moved to before removal, so that a kill leaves all or none."""
 
     def require_new(self) -> None:
-        """Refuse a directory with content, unless this very work has put it in place."""
+        """Raise OptionError for a directory with content that this work has not written."""
         used = self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir()))
         if used and not self._is_written():
             raise OptionError(f"--out {self._out} exists already. Give a new directory.")
 
     def write(self, fill: Callable[[Path], None]) -> None:
-        """Fill the directory, put it in place, and remove the parts."""
+        """Fill the directory, move it into place and remove the stages."""
         if not self._is_written():
             self._put_in_place(fill)
         self._remove_parts()
@@ -58,7 +58,7 @@ class Unfinished:
         with writing(self.parts):
             if self.parts.exists():
                 os.rename(self.parts, self.removed)  # noqa: PTH104
-        shutil.rmtree(self.removed, ignore_errors=True)  # the next work clears what stays
+        shutil.rmtree(self.removed, ignore_errors=True)  # the next call removes the rest
 
     def _put_in_place(self, fill: Callable[[Path], None]) -> None:
         note = self.parts / _WRITTEN

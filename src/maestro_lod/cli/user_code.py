@@ -23,11 +23,11 @@ from maestro_lod.cli.cache_directory import cache_directory
 from maestro_lod.errors import MaestroError, OptionError, listed, suggest
 
 
-class OwnCodeError(MaestroError, RuntimeError):
+class UserCodeError(MaestroError, RuntimeError):
     """User code that a recipe names has raised an exception, which is the cause of this one."""
 
 
-def names_own_code(settings: Mapping[str, Any]) -> bool:
+def names_user_code(settings: Mapping[str, Any]) -> bool:
     """Return True if unchecked settings name a function as `module:function`."""
     chosen = (settings.get(key) for key in ("model", "data", "loss", "method"))
     names = (part.get("name") if isinstance(part, Mapping) else part for part in chosen)
@@ -46,7 +46,7 @@ def _make_importable(module: str, code: object) -> None:
             return
 
 
-def own_function(name: str, what: str, code: object = None) -> Callable[..., Any]:
+def import_function(name: str, what: str, code: object = None) -> Callable[..., Any]:
     """Import a user's `package.module:function`; the caller has made sure of consent.
 
     Modules that are not installed are searched in the folder `code` and the working directory.
@@ -60,11 +60,11 @@ def own_function(name: str, what: str, code: object = None) -> Callable[..., Any
     except ImportError as error:
         raise OptionError(
             f"{what} {name!r}: cannot import {module_name!r} ({error}). Modules are searched in "
-            "the working directory and in the recipe's setting `code`: the folder it was in when "
-            "its run began. If they have moved, start lod beside them or change `code`."
+            "the working directory and in the folder of the recipe's setting `code`. If they have "
+            "moved, start lod in their folder or change `code`."
         ) from None
     except Exception as error:
-        raise failure(f"{what} {name!r} cannot be imported", error) from error
+        raise user_error(f"{what} {name!r} cannot be imported", error) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value)]
@@ -76,13 +76,14 @@ def own_function(name: str, what: str, code: object = None) -> Callable[..., Any
 
 
 def parameters_of(function: Callable[..., Any], what: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function; raise OptionError if they cannot be read."""
     try:
         return inspect.signature(function).parameters
-    except ValueError as error:  # some that are written in C
+    except ValueError as error:  # some functions in C have no signature
         raise OptionError(f"{what} cannot be called: {error}.") from None
 
 
-def called(function: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
+def call_with_options(function: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
     """Call a function with options; raise OptionError for an option that it does not take."""
     parameters = parameters_of(function, what)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -101,7 +102,7 @@ def called(function: Callable[..., Any], options: Mapping[str, Any], what: str) 
     except MaestroError:
         raise
     except Exception as error:
-        raise failure(f"{what} failed", error, own=":" in what) from error
+        raise user_error(f"{what} failed", error, own=":" in what) from error
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
@@ -113,18 +114,20 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for a name that is neither built in nor a user function."""
     return (
-        f"there is no {what} {name!r}.{nearest_name(name, known)} Known: {listed(known, 12)}; "
-        "or name your own as package.module:function."
+        f"{what} {name!r} is unknown.{nearest_name(name, known)} Known: {listed(known, 12)}. "
+        "Name a function of your own as package.module:function."
     )
 
 
-def failure(what: str, error: Exception, own: bool = True) -> MaestroError:
+def user_error(what: str, error: Exception, own: bool = True) -> MaestroError:
     """Return an error that blames user code if any was called, else the given options."""
-    return (OwnCodeError if own else OptionError)(f"{what}: {type(error).__name__}: {error}")
+    return (UserCodeError if own else OptionError)(f"{what}: {type(error).__name__}: {error}")
 
 
 def with_article(value: object) -> str:
+    """Return the type of a value with its article, such as `an int`."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
@@ -149,7 +152,7 @@ def remember_trust(settings: Mapping[str, Any]) -> None:
     functions = _functions(settings)
     if not functions or _digest(functions) in _trusted():
         return
-    with suppress(OSError):  # the next command asks for consent
+    with suppress(OSError):  # the next command asks again
         _file().parent.mkdir(parents=True, exist_ok=True)
         with _file().open("a", encoding="ascii") as file:
             file.write(f"{_digest(functions)}\n")

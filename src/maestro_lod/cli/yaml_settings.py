@@ -12,7 +12,10 @@ import yaml
 from maestro_lod.errors import OptionError
 from maestro_lod.files.json_files import read_limited, require_depth
 
-_LARGEST, _MOST = 2**20, 2**16  # bytes and values: YAML is read slowly, aliases repeat values
+_LARGEST, _MOST = (
+    2**20,
+    2**16,
+)  # limits of bytes and values: YAML is read slowly, and aliases repeat values
 
 
 def settings_in(path: Path) -> dict[str, Any]:

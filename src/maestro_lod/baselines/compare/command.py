@@ -1,4 +1,4 @@
-"""`lod compare`."""
+"""Command `lod compare`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from maestro_lod.cli.signals import stoppable
 from maestro_lod.cli.terminal import say
 from maestro_lod.errors import OptionError
 
-Methods = Annotated[str, typer.Option(help=f"Of: {', '.join(known())}.")]
-Sizes = Annotated[str, typer.Option(help="Shares of the dense model's size.")]
-Seeds = Annotated[int, typer.Option(min=1, help="Runs that a mean is taken over.")]
+Methods = Annotated[str, typer.Option(help=f"Methods, of {', '.join(known())}.")]
+Sizes = Annotated[str, typer.Option(help="Sizes to reach, as shares of the dense model.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of runs that a mean is taken over.")]
 Budget = Annotated[
     float | None,
     typer.Option(
-        help="Training MACs of each method, in units of one training of the dense model. "
+        help="Training MACs of each method, relative to one training of the dense model. "
         "[dim]\\[default: the recipe's epochs for each][/dim]"
     ),
 ]
-LrTrials = Annotated[int, typer.Option(min=1, help="Learning rates that each method tries.")]
+LrTrials = Annotated[
+    int, typer.Option(min=1, help="Number of learning rates that each method tries.")
+]
 LrEpochs = Annotated[
-    int | None, typer.Option(min=1, help="Epochs of a trial. [dim]\\[default: all][/dim]")
+    int | None, typer.Option(min=1, help="Epochs of such a trial. [dim]\\[default: all][/dim]")
 ]
 Out = Annotated[
     Path | None, typer.Option(help="Directory. [dim]\\[default: runs/compare-RECIPE][/dim]")
@@ -49,13 +51,12 @@ def compare(
     data: options.DataFolder = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train ways to a smaller model on your task under the same terms, and say which is best.
+    """Train compression methods on your task under equal conditions, and rank them.
 
-    The same command goes on with a comparison that was stopped or killed, reuses what is finished,
-    and joins one that runs: start it as often as you have machines, with the same --out.
+    The same command continues a comparison that was stopped or killed, reuses finished trainings,
+    and joins one that is running: start it on several machines with the same --out.
 
     Examples:
-
       lod compare digits --methods lod,narrow,svd --sizes 0.25,0.1 --seeds 3
 
       lod compare lenet-mnist --methods lod,dense --sizes 0.1 --budget 1.0 --lr-trials 1
@@ -65,13 +66,13 @@ def compare(
     where = out or Path("runs") / f"compare-{Path(base.recipe).name or 'run'}"
     display = Display(Console(), quiet=True)
     with stoppable(display, base, "the same command", lambda: True) as asked:
-        found = do_compare(
+        comparison = do_compare(
             recipe, [name.strip() for name in methods.split(",") if name.strip()],
             sizes=_shares(sizes), out=where, seeds=seeds, budget=budget,
             lr_trials=lr_trials, lr_epochs=lr_epochs, changes=changes, watchers=[display],
             say=lambda line: None if quiet else say(line), stop=lambda: bool(asked),
         )  # fmt: skip
-    say(f"\n{found}\n\npage: {where / 'compare.html'}, data: {where / 'compare.json'}")
+    say(f"\n{comparison}\n\npage: {where / 'compare.html'}, data: {where / 'compare.json'}")
 
 
 def _shares(text: str) -> list[float]:
@@ -79,5 +80,6 @@ def _shares(text: str) -> list[float]:
         return [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise OptionError(
-            f"--sizes {text[:40]!r} must be shares of the dense model, such as 0.5,0.25,0.1."
+            f"--sizes is not a list of numbers: {text[:40]!r}. Give shares of the dense model, "
+            "such as 0.5,0.25,0.1."
         ) from None

@@ -1,7 +1,7 @@
-"""Who can be compared: methods, ways to cut what one of them has trained, packages of others.
+"""Contenders of a comparison: methods, models cut after training, and other packages.
 
-A contender comes to a size in one of three ways: it is trained anew for each size, it is trained
-once and cut to each size, or it has a size of its own.
+A contender reaches a size in one of three ways: it is trained for each size, it is trained once and
+cut to each size, or its method determines the size.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from maestro_lod.cli.methods import METHODS
 from maestro_lod.cli.recipe import method_of
+from maestro_lod.cli.registry import METHODS
 from maestro_lod.errors import OptionError, listed, suggest
 from maestro_lod.train.method import Settings
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to a smaller model."""
+    """One method of a comparison, and how it reaches a size."""
 
     name: str
     method: str
-    """As recipes have it."""
+    """The value of the setting `method`."""
     settings: tuple[str, ...] = ()
-    """key=value, in place of what the recipe says; {smallest} is the smallest size."""
+    """`key=value` that replace settings of the recipe; {smallest} is the smallest size."""
     cut: bool = False
-    """Whether what was trained is cut to each size afterwards."""
+    """True if one trained model is cut to each size afterwards."""
 
     @property
     def kind(self) -> type[Settings]:
-        """What may be set of its method; imports it."""
+        """Settings class of the method; importing it imports the method."""
         return method_of({"method": self.method})
 
     @property
     def trained_per_size(self) -> bool:
-        """Say whether each size is a training of its own."""
+        """True if each size needs a training."""
         given: object = getattr(self.kind.at_size, "__func__", None)
         return not self.cut and given is not getattr(Settings.at_size, "__func__", None)
 
     def chosen(self, smallest: float) -> list[str]:
-        """Return its own settings as key=value, given the smallest size of a comparison."""
+        """Return its own settings as `key=value`, given the smallest size of a comparison."""
         return [change.format(smallest=f"{smallest:g}") for change in self.settings]
 
     def at_size(self, size: float | None) -> list[str]:
-        """Return the settings of a training for a size, or of the only one, as key=value."""
+        """Return the settings of a training for a size as `key=value`; none for None."""
         given = {} if size is None else self.kind.at_size(size)
         return [f"{key}={json.dumps(value)}" for key, value in given.items()]
 
     def has_use_for(self, change: str) -> bool:
-        """Say whether a change of a recipe is about all methods, or about this one."""
+        """Return True if a change of a recipe concerns all methods, or this one."""
         key = change.partition("=")[0].partition(".")[0].strip()
         others = set().union(*map(_keys, METHODS.values())) - _keys(self.kind)
         return key not in others
 
     @property
     def place(self) -> str:
-        """What its runs are called by: contenders that train the same share them."""
+        """Start of the names of its runs; contenders with the same training share runs."""
         return self.method.partition(":")[0].rpartition(".")[2]
 
 
@@ -71,12 +71,12 @@ _PARTICULAR = {
     "svd": Contender("svd", "dense", cut=True),
     "svd-finetuned": Contender("svd-finetuned", "svd", ("finetune=0.25",)),
 }
-"""Those that are more than the name of a method; the first two are one training for all sizes."""
+"""Contenders with settings of their own; the first two are trained once for all sizes."""
 
 _PEERS = {
     "torch-pruning": "maestro_lod.baselines.torch_pruning:TorchPruningSettings",
 }
-"""Packages that one could use instead: where the method is that uses them."""
+"""Contenders that need another package, and their settings class."""
 
 
 def known() -> list[str]:
@@ -85,17 +85,16 @@ def known() -> list[str]:
 
 
 def require_known(names: Iterable[str]) -> None:
-    """Refuse names that no contender has."""
+    """Raise OptionError for a name that no contender has."""
     for name in names:
         if name not in known():
             raise OptionError(
-                f"there is no method {name!r}.{suggest(name, known())} Known: "
-                f"{listed(known(), 20)}."
+                f"method {name!r} is unknown.{suggest(name, known())} Known: {listed(known(), 20)}."
             )
 
 
 def contender(name: str) -> Contender:
-    """Return a contender by its name, or say what is missing to have it."""
+    """Return a contender by name; raise OptionError if its package is not installed."""
     require_known([name])
     if name in _PEERS:
         _require_package(name)

@@ -1,4 +1,4 @@
-"""From the finished trainings of a comparison to what it says."""
+"""Collection of the results of finished trainings into a comparison."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from maestro_lod.model.cost import Cost
 
 @dataclass(frozen=True)
 class Seed:
-    """One model of the table, for one seed."""
+    """A measured model of one seed."""
 
     training: Training
     size: float | None
     model: Measured
 
 
-def gathered(runner: Runner, dense: Cost) -> Comparison:
-    """Return what a comparison says of which nothing is left to do."""
+def gather_comparison(runner: Runner, dense: Cost) -> Comparison:
+    """Return the comparison of which all trainings are finished."""
     plan = runner.plan
     paces = {each.name: pace for each in runner.contenders if (pace := runner.pace(each))}
     groups: dict[tuple[str, float | None], list[Seed]] = {}
@@ -64,7 +64,7 @@ def gathered(runner: Runner, dense: Cost) -> Comparison:
 
 
 def _outcomes(runner: Runner, contender: Contender, pace: Pace) -> Iterator[tuple[str, Seed | str]]:
-    """Give every model of a contender, or why it is not there, with what it is called then."""
+    """Yield a name for each model of a contender, and the model or why it is missing."""
     for training in runner.reported(contender, pace):
         seed = f"seed {training.run.recipe.seed}"
         if (reason := runner.why_not(training)) is not None:
@@ -78,14 +78,16 @@ def _outcomes(runner: Runner, contender: Contender, pace: Pace) -> Iterator[tupl
 
 
 def _judged_by(groups: dict[tuple[str, float | None], list[Seed]]) -> tuple[str, str]:
-    """Return the metric that all models have, and on which data."""
+    """Return a metric that all models have, and its split."""
     models = [seed.model for seeds in groups.values() for seed in seeds]
     for split in ("test", "validation"):
         metrics = {metric_in(getattr(model, split)) for model in models}
         if len(metrics) == 1 and (metric := metrics.pop()) is not None:
             return metric, split
     if models:
-        raise OptionError("there are neither test nor validation data: nothing can be compared.")
+        raise OptionError(
+            "the data has neither a test nor a validation split to compare models on. Add one."
+        )
     return "accuracy", "test"
 
 

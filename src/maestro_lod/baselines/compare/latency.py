@@ -1,4 +1,4 @@
-"""How long the compared models take, timed side by side in one go."""
+"""Latency of the compared models, measured in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Models: TypeAlias = Mapping[str, tuple[Run, Measured]]
 
 
 def latencies(models: Models, kept: Path) -> dict[str, float]:
-    """Return seconds per call with one sample, of models of finished runs by any names.
+    """Return seconds per call with one sample, for each model of a finished run.
 
-    Times are kept in a file: unless the models are others, they are not taken again.
+    Times are stored in the file `kept`, and measured again only if the models have changed.
     """
     about = {
         name: [run.result().get("weights"), model.ranks] for name, (run, model) in models.items()
@@ -51,7 +51,7 @@ def _call(run: Run, model: Measured) -> Callable[[], object]:
 
 
 def _read(kept: Path) -> dict[str, Any]:
-    """Return what is kept, or nothing: whatever cannot be read is measured again."""
+    """Return the stored times; an unreadable file counts as empty and is measured again."""
     try:
         known: dict[str, Any] = read_json_file(kept, {"models": dict, "seconds": {str: float}})
     except CheckpointError:

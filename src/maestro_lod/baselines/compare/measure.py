@@ -1,4 +1,4 @@
-"""What a finished training has come to: each of its models, measured in the same way for all."""
+"""Evaluation of the models of finished trainings, in the same way for all methods."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ FILE = "compared.json"
 
 @dataclass(frozen=True)
 class Measured:
-    """One model as it would be deployed."""
+    """Costs and scores of one model in its deployed form."""
 
     params: int
     macs: int
     bytes: int
-    """Of all that has to be stored, also where the non-zeros of a sparse model are."""
+    """Bytes to store, including the positions of the non-zeros of a sparse model."""
     share: float
-    """The size that methods are given: of the bits of the dense model, such places left out."""
+    """Share of the bits of the dense model, without the positions of non-zeros."""
     test: dict[str, float]
     validation: dict[str, float]
     ranks: dict[str, int] | None = None
-    """Those that the training was cut to."""
+    """Ranks that the trained model was cut to."""
 
 
 _MEASURED: Shape = {
@@ -48,11 +48,11 @@ _MEASURED: Shape = {
 }  # fmt: skip
 
 Outcome: TypeAlias = Measured | str
-"""A model, or why there is none."""
+"""A model, or why it is missing."""
 
 
 def measured(training: Training) -> dict[float | None, Outcome] | None:
-    """Return what came of a finished training, by size; None if that has not been measured."""
+    """Return the measured models of a training by size; None if one is not measured yet."""
     kept = _kept(training.run)
     wanted = training.cuts or (training.size,)
     if any(size not in kept for size in wanted):
@@ -61,11 +61,11 @@ def measured(training: Training) -> dict[float | None, Outcome] | None:
 
 
 def measure(training: Training) -> None:
-    """Measure the models of a finished training, and keep that beside it."""
+    """Measure the models of a finished training and store the results in its directory."""
     run = training.run
     with alone_in(run.directory):
         remove_leftovers(run.directory)
-        found = _kept(run)  # of others who share the run
+        found = _kept(run)  # measured by contenders that share the run
         if training.cuts:
             found |= _cut(training)
         else:
@@ -79,7 +79,7 @@ def measure(training: Training) -> None:
 
 
 def plain_model(model: nn.Module, ranks: dict[str, int] | None = None) -> nn.Module:
-    """Return a trained model as it is deployed, at its own ranks or at others."""
+    """Return a trained model in its deployed form, at its own ranks or at `ranks`."""
     return extract(model, ranks) if low_rank_layers(model) else model
 
 
@@ -91,7 +91,7 @@ def _kept(run: Run) -> dict[float | None, Outcome]:
         kept = read_json_file(path, {"weights": str | None, "models": [{"size": float | None}]})
         found = {entry["size"]: _outcome(entry) for entry in kept["models"]}
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged ({error}). Remove it.") from None
+        raise CheckpointError(f"{path} is damaged: {error}. Remove it.") from None
     return found if kept["weights"] == run.result().get("weights") else {}
 
 
@@ -104,7 +104,7 @@ def _outcome(entry: dict[str, Any]) -> Outcome:
 
 
 def _cut(training: Training) -> dict[float | None, Outcome]:
-    """Cut a trained model to each size by the search of `lod frontier`, which may go on."""
+    """Cut a trained model to each size by a frontier search, which is resumed if interrupted."""
     run, trained = training.run, Trained.of(training.run)
     resume = run.directory / "frontier-params.unfinished"
     sizes = search(trained, cost="params", until=min(training.cuts), resume=resume)
@@ -126,7 +126,7 @@ def _at_size(trained: Trained, sizes: Frontier, size: float) -> Outcome:
 def _measured(
     run: Run, plain: nn.Module, data: Data, ranks: dict[str, int] | None = None
 ) -> Measured:
-    """Measure a plain model; its BatchNorm is recalibrated, as that of every other."""
+    """Measure a model after recalibrating its BatchNorm, as for all methods."""
     torch.manual_seed(run.recipe.seed)
     recalibrate(plain, data.train, max(1, run.recipe.recalibration))
     loss = to_evaluate(loss_of(run.recipe))
@@ -149,6 +149,6 @@ def _measured(
 
 
 def _said(run: Run) -> dict[str, Any]:
-    """Return what the method itself says of its model's size: it may be sparse or binary."""
+    """Return the size that the method reports, which counts sparse and binary weights."""
     said: dict[str, Any] = run.result().get("size") or {}
     return said

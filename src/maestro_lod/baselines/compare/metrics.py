@@ -1,4 +1,4 @@
-"""What models are judged by."""
+"""Metrics that models are compared by."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _LOWER_IS_BETTER = ("perplexity", "loss")
 
 
 def metric_in(values: Mapping[str, float]) -> str | None:
-    """Return which of the metrics that were measured a model is judged by; None without any."""
+    """Return the metric that a model is compared by; None if none was measured."""
     return next((metric for metric in METRICS if metric in values), None)
 
 
 def better(metric: str, value: float) -> float:
-    """Return a value of a metric so that more is better."""
+    """Return the value with a sign such that larger is better."""
     return -value if metric in _LOWER_IS_BETTER else value

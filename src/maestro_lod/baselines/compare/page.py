@@ -1,21 +1,21 @@
-"""A comparison as one page that needs nothing else, and as JSON: both say the same."""
+"""Comparison as a self-contained HTML page and as JSON."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from maestro_lod.baselines.compare.table import COSTS, Comparison, Row
-from maestro_lod.baselines.compare.words import (
+from maestro_lod.baselines.compare.comparison_text import (
     HEADER,
-    best,
-    costs,
-    ranked,
-    score,
-    setting,
-    size_of,
-    winning,
+    cost_texts,
+    describe_conditions,
+    describe_front,
+    describe_winner,
+    score_text,
+    size_text,
+    sorted_rows,
 )
+from maestro_lod.baselines.compare.table import COSTS, Comparison, Row
 from maestro_lod.cli.report.charts import Dot, badge, plane
 from maestro_lod.cli.report.page import document, section_of
 from maestro_lod.cli.report.parts import PageSection, capital, grid, named, note, show, table, tick
@@ -28,15 +28,15 @@ _AXES: dict[str, tuple[str, Format]] = {
     "params": ("parameters", quantity),
     "macs": ("MACs", quantity),
     "bytes": ("bytes", lambda value: quantity(value, "B")),
-    "latency": ("latency, one sample", duration),
-    "training": ("MACs of the training", times),
+    "latency": ("latency of one sample", duration),
+    "training": ("training MACs", times),
 }
 _WORTH_DRAWING = 0.1
-"""Accuracy below the best: what is further down would press all others together."""
+"""Largest distance in accuracy below the best that is drawn, so that the others stay apart."""
 
 
 def write_page(found: Comparison, out: Path) -> None:
-    """Write compare.json and compare.html."""
+    """Write compare.json and compare.html to the directory `out`."""
     out.mkdir(parents=True, exist_ok=True)
     with replacing(out / "compare.json") as place:
         text = json.dumps(found.to_dict(), indent=1, allow_nan=False)
@@ -48,24 +48,24 @@ def write_page(found: Comparison, out: Path) -> None:
 def page(found: Comparison) -> str:
     """Return the whole page as HTML."""
     sections = [
-        PageSection("winners", "Which is best", _verdict(found)),
+        PageSection("winners", "Best models", _verdict(found)),
         PageSection("costs", f"{capital(named(found.metric))} against cost", _charts(found)),
-        PageSection("table", "All of them", _table(found)),
+        PageSection("table", "All models", _table(found)),
         PageSection("rates", "Learning rates", _rates(found)),
-        PageSection("missing", "What is missing, and why", _missing(found)),
+        PageSection("missing", "Missing models", _missing(found)),
     ]
     shown = [section for section in sections if section.body]
     links = [tag("a", section.title, href=f"#{section.id}") for section in shown]
     return document(
         f"Smaller models for {found.recipe}",
-        above=[tag("p", setting(found), class_="lead")],
+        above=[tag("p", describe_conditions(found), class_="lead")],
         content=[tag("nav", *links, aria_label="Sections"), *map(section_of, shown)],
     )
 
 
 def _verdict(found: Comparison) -> Markup:
-    said = [winning(found, winner) for winner in found.winners]
-    return joined(*(tag("p", text) for text in [*said, best(found)] if text))
+    texts = [describe_winner(found, winner) for winner in found.winners]
+    return joined(*(tag("p", text) for text in [*texts, describe_front(found)] if text))
 
 
 # -- charts ------------------------------------------------------------------------------------
@@ -81,8 +81,9 @@ def _charts(found: Comparison) -> Markup:
     legend = tag("ul", *entries, class_="legend")
     charts = grid([_chart(found, kind) for kind in COSTS])
     remark = (
-        "One mark per method and size, the mean over seeds; the upright line is the standard "
-        "deviation. Along the dotted line no model is beaten in both cost and quality."
+        "Each mark is the mean over seeds of one method at one size; the vertical line is the "
+        "standard deviation. The dotted line connects the models that no other beats in both cost "
+        "and quality."
     )
     return joined(legend, charts, note(remark)) if charts is not None else Markup("")
 
@@ -94,8 +95,8 @@ def _chart(found: Comparison, kind: str) -> Markup | None:
     for row in drawn:
         cost = row.cost(kind)
         if cost:
-            facts = [(name, write(cost)), (named(found.metric), score(found, row))]
-            title = f"{row.method}, {size_of(row)}" if row.size else row.method
+            facts = [(name, write(cost)), (named(found.metric), score_text(found, row))]
+            title = f"{row.method}, {size_text(row)}" if row.size else row.method
             series = methods.index(row.method)
             dots[id(row)] = Dot(title, cost, row.mean, series, facts, spread=row.spread)
     left_out = len(found.rows) - len(drawn)
@@ -107,7 +108,7 @@ def _chart(found: Comparison, kind: str) -> Markup | None:
         tick=tick(found.metric),
         front=[dots[id(row)] for row in found.front(kind) if id(row) in dots],
         show_x=write,
-        note=f"{left_out} far below are in the table only" if left_out else None,
+        note=f"{left_out} with much lower accuracy are in the table only" if left_out else None,
     )
 
 
@@ -131,17 +132,17 @@ def _table(found: Comparison) -> Markup:
     rows = [
         [
             _label(found, row.method),
-            size_of(row),
-            *costs(found, row),
-            score(found, row) + (" ★" if id(row) in fronts else ""),
+            size_text(row),
+            *cost_texts(found, row),
+            score_text(found, row) + (" ★" if id(row) in fronts else ""),
             str(len(row.scores)),
         ]
-        for row in ranked(found)
+        for row in sorted_rows(found)
     ]
     header = ["method", "size", *HEADER[2:], f"{found.split} {named(found.metric)}", "seeds"]
     remark = (
-        "× is relative to the dense model, and of training to one training of it. Bytes are of all "
-        "that has to be stored, also where the non-zeros of a sparse model are. ★ is not beaten in "
+        "× is relative to the dense model, for training to one training of the dense model. Bytes "
+        "include the positions of the non-zeros of a sparse model. ★: no other model beats it in "
         "both parameters and quality."
     )
     return joined(table("Methods by size", header, rows), note(remark)) if rows else Markup("")
@@ -163,4 +164,4 @@ def _rates(found: Comparison) -> Markup:
 
 def _missing(found: Comparison) -> Markup:
     rows = [[what, reason] for what, reason in found.missing]
-    return table("Not in the table", ["what", "why"], rows, texts=True) if rows else Markup("")
+    return table("Not in the table", ["model", "reason"], rows, texts=True) if rows else Markup("")

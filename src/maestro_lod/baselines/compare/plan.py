@@ -1,4 +1,4 @@
-"""Which trainings a comparison consists of: the same data and epochs, or cost, for all."""
+"""Trainings of a comparison: the same data, and the same epochs or cost, for all methods."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from maestro_lod.cli.run import Run
 from maestro_lod.errors import OptionError, require_at_least_one
 
 _APART = 1000
-"""Added to the recipe's seed for the trials: learning rates are chosen on a seed of their own."""
+"""Added to the seed of the recipe for the trials of learning rates."""
 _VALIDATION = 0.1
-"""Share of the training set that trials keep apart, where the recipe keeps none."""
+"""Share of the training set that trials hold out if the recipe holds out none."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Training:
     run: Run
     contender: Contender
     size: float | None
-    """What it is trained for; None for all sizes, or none in particular."""
+    """Size that it is trained for; None if it serves all sizes, or the method determines it."""
     cuts: tuple[float, ...] = ()
-    """The sizes that it is cut to afterwards."""
+    """Sizes that the model is cut to afterwards."""
 
     @property
     def name(self) -> str:
@@ -37,7 +37,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Pace:
-    """How a contender trains for the table: what its trials were for."""
+    """Learning rate and epochs of the reported trainings of a contender."""
 
     rate: float
     epochs: int
@@ -45,69 +45,70 @@ class Pace:
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """What is compared, and how."""
+    """Options of a comparison, and the trainings that follow from them."""
 
     recipe: str
     changes: tuple[str, ...]
     sizes: tuple[float, ...]
     seeds: int
     budget: float | None
-    """What a training may cost in MACs, in units of one training of the dense model; None: each
-    has the recipe's epochs."""
+    """MACs that a training may cost, relative to one training of the dense model; None for the
+    epochs of the recipe."""
     lr_trials: int
     lr_epochs: int | None
-    """Epochs of a trial, if not those of the recipe."""
+    """Epochs of a trial; None for those of the recipe."""
     out: Path
 
     def __post_init__(self) -> None:
-        require_at_least_one("seeds", self.seeds, "how many runs a mean is taken over")
-        require_at_least_one("lr_trials", self.lr_trials, "1 is the recipe's learning rate")
+        require_at_least_one("seeds", self.seeds, "the number of runs that a mean is taken over")
+        require_at_least_one("lr_trials", self.lr_trials, "1 takes the recipe's learning rate")
         if self.lr_epochs is not None:
-            require_at_least_one("lr_epochs", self.lr_epochs, "what a trial lasts")
+            require_at_least_one("lr_epochs", self.lr_epochs, "the epochs of a trial")
         if not self.sizes or not all(0.0 < size < 1.0 for size in self.sizes):
             given = ", ".join(f"{size:g}" for size in self.sizes) or "none"
             raise OptionError(
-                f"sizes={given}: give shares of the dense model between 0 and 1, such as 0.25."
+                f"sizes are not between 0 and 1: {given}. Give shares of the dense model, such "
+                "as 0.25."
             )
         if self.budget is not None and not 0.0 < self.budget < float("inf"):
             raise OptionError(
-                f"budget={self.budget:g} must be above 0: 1 is what training the dense model costs."
+                f"budget={self.budget:g} must be above 0. 1 is the cost of one dense training."
             )
 
     @cached_property
     def base(self) -> Recipe:
-        """The recipe with the changes for all."""
+        """The recipe with the changes that all contenders share."""
         return load_recipe(self.recipe, self.changes)
 
     @property
     def needs_trials(self) -> bool:
-        """Say whether anything has to be found out before: a learning rate, or what epochs cost."""
+        """True if trials have to find the learning rate or the cost of an epoch first."""
         return self.lr_trials > 1 or self.budget is not None
 
     @property
-    def keeps_apart(self) -> bool:
-        """Say whether trials keep validation data apart that the recipe trains on."""
+    def holds_out(self) -> bool:
+        """True if trials hold out validation data that the recipe trains on."""
         return self.base.data.validation == 0.0 and ":" not in self.base.data.name
 
     def require_data(self, data: Data) -> None:
-        """Refuse data that learning rates cannot be chosen on."""
-        if self.lr_trials > 1 and data.validation is None and not self.keeps_apart:
+        """Raise OptionError for data on which learning rates cannot be chosen."""
+        if self.lr_trials > 1 and data.validation is None and not self.holds_out:
             raise OptionError(
-                f"data {self.base.data.name!r} has no validation split: learning rates cannot be "
-                "chosen. Give --lr-trials 1, or data with one."
+                f"data {self.base.data.name!r} has no validation split to choose learning rates "
+                "on. Give --lr-trials 1, or data with such a split."
             )
 
     @property
     def rates(self) -> list[float]:
-        """The learning rates to try: the recipe's, three times as much, a third, nine times, …"""
+        """Learning rates to try: that of the recipe times 1, 3, 1/3, 9, 1/9 and so on."""
         steps = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(self.lr_trials)]
         return [float(f"{self.base.optimizer.lr * 3.0**step:.4g}") for step in steps]
 
     def trials(self, contender: Contender) -> list[Training]:
-        """Return the trainings that a learning rate is chosen by, at the first size."""
+        """Return the trainings at the first size that choose a learning rate."""
         epochs, seed = self.lr_epochs or self.base.epochs, self.base.seed + _APART
         first = self.sizes[:1]
-        apart = [f"data.validation={_VALIDATION}"] if self.keeps_apart else []
+        apart = [f"data.validation={_VALIDATION}"] if self.holds_out else []
         return [
             training
             for rate in self.rates
@@ -115,7 +116,7 @@ class ComparisonPlan:
         ]
 
     def reported(self, contender: Contender, pace: Pace) -> list[Training]:
-        """Return the trainings that the table is made of, seed by seed."""
+        """Return the trainings of the reported models, seed by seed."""
         return [
             training
             for seed in range(self.base.seed, self.base.seed + self.seeds)
@@ -123,7 +124,7 @@ class ComparisonPlan:
         ]
 
     def epochs_for(self, cost: float) -> int:
-        """Return how many epochs a contender has, given what one costs beside one of dense."""
+        """Return the epochs of a contender, given the cost of one relative to a dense epoch."""
         if self.budget is None:
             return self.base.epochs
         return max(1, round(self.budget * self.base.epochs / cost))
@@ -136,7 +137,7 @@ class ComparisonPlan:
         sizes: Sequence[float],
         changes: Iterable[str] = (),
     ) -> list[Training]:
-        """Return one training per size, or one for all."""
+        """Return one training per size, or one for all sizes."""
         cuts = tuple(sizes) if contender.cut else ()
         trained_for = [*sizes] if contender.trained_per_size else [None]
         return [
@@ -171,7 +172,7 @@ class ComparisonPlan:
 
 
 def _stretched(recipe: Recipe, epochs: int) -> list[str]:
-    """Return a schedule of milestones that keeps its shape over another number of epochs."""
+    """Return the change that scales milestones of a schedule to another number of epochs."""
     if not isinstance(recipe.schedule, Milestones) or epochs == recipe.epochs:
         return []
     factor = epochs / recipe.epochs

@@ -1,8 +1,8 @@
-"""Does the trainings of a comparison, one after the other, beside others who do the same.
+"""Runner of the trainings of a comparison, one at a time; several processes may share them.
 
-Each training is an ordinary run directory. Whoever starts the same comparison, after a kill or in
-another process, finds what is finished, goes on with what is not, and leaves alone what another
-process is at.
+Each training is an ordinary run directory. A process that starts the same comparison, after a kill
+or at the same time, reuses finished trainings, resumes unfinished ones and skips those that another
+process holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from maestro_lod.files.atomic import alone_in, remove_leftovers
 from maestro_lod.files.json_files import read_json_file
 
 _FAILED = "failed.json"
-_WAIT = 1.0  # seconds, until what other processes do is looked at again
+_WAIT = 1.0  # seconds between two looks at the trainings of other processes
 
 
 def _ignore(line: str) -> None:
@@ -34,7 +34,7 @@ def _ignore(line: str) -> None:
 
 @dataclass
 class Runner:
-    """Trains, measures, and remembers what cannot be done and why."""
+    """Trains and measures all contenders, and records which of them failed."""
 
     plan: ComparisonPlan
     names: Sequence[str]
@@ -45,32 +45,32 @@ class Runner:
     trials: Callable[[Contender], list[Training]] = field(init=False)
     reported: Callable[[Contender, Pace], list[Training]] = field(init=False)
     missing: dict[str, str] = field(default_factory=dict)
-    """Why a contender takes no part, by its name, or a training is not there, by its name."""
+    """Reason by name of a contender that cannot take part, or of a training that failed."""
     _same: set[Path] = field(default_factory=set)
-    """Runs that are known to be of our settings."""
+    """Directories of runs that were checked to have the settings of this comparison."""
 
     def __post_init__(self) -> None:
-        # asked for again after every training, while settings cannot change any more
+        # used again after every training; settings do not change meanwhile
         self.trials, self.reported = cache(self.plan.trials), cache(self.plan.reported)
         self.contenders = []
         for name in dict.fromkeys(self.names):
             try:
                 found = contender(name)
-                self.trials(found)  # refuses settings that its method cannot have
+                self.trials(found)  # raises for settings that its method does not accept
                 self.contenders.append(found)
             except OptionError as error:
                 self._miss(name, error)
         if not self.contenders:
-            raise OptionError(f"there is nothing to compare: {'; '.join(self.missing.values())}")
+            raise OptionError(f"no method can be compared: {'; '.join(self.missing.values())}")
 
     def work(self) -> None:
-        """Do whatever is open until nothing is."""
+        """Train and measure until every training is finished or has failed."""
         while todo := [training for training in self._all() if not self.settled(training)]:
             if not any(self._done(training) for training in todo):
                 self._wait()
 
     def _all(self) -> Iterator[Training]:
-        """Give all trainings that are known to be needed, trials first."""
+        """Yield all trainings that are known to be needed, trials first."""
         paces = {each.name: self.pace(each) for each in self.contenders}
         for each in self.contenders:
             if self.plan.needs_trials:
@@ -80,12 +80,12 @@ class Runner:
                 yield from self.reported(each, pace)
 
     def settled(self, training: Training) -> bool:
-        """Say whether there is nothing to do any more."""
+        """Return True if a training was measured or has failed."""
         self._require_same(training.run)
         return self.why_not(training) is not None or measured(training) is not None
 
     def why_not(self, training: Training) -> str | None:
-        """Return why a training cannot be had; None if it can."""
+        """Return why a training has failed; None if it has not."""
         if training.name in self.missing:
             return self.missing[training.name]
         path = training.run.directory / _FAILED
@@ -96,7 +96,7 @@ class Runner:
     # -- learning rates --------------------------------------------------------------------------
 
     def pace(self, contender: Contender) -> Pace | None:
-        """Return how a contender trains, once its trials have told; None before, or if none did."""
+        """Return rate and epochs of a contender; None until its trials end, or if all fail."""
         plan = self.plan
         if not plan.needs_trials:
             return Pace(plan.base.optimizer.lr, plan.base.epochs)
@@ -117,10 +117,10 @@ class Runner:
         return Pace(trial.run.recipe.optimizer.lr, self.plan.epochs_for(cost))
 
     def _diverged(self, contender: Contender, trial: Training) -> bool:
-        """Say whether a rate that was best in a short trial did not last for a whole training.
+        """Return True if a learning rate that was best in a short trial fails in a full training.
 
-        That is one whose loss is not finite, or in the end higher than that of the trial, which is
-        of the same size: data that models are judged by is not looked at.
+        It fails if the loss becomes infinite or NaN, or ends above that of the trial of the same
+        size. Only training losses are read, so the choice does not use test data.
         """
         for training in self.reported(contender, self._pace_of(trial)):
             if (training.run.directory / _FAILED).exists():
@@ -132,7 +132,7 @@ class Runner:
         return False
 
     def merits(self, contender: Contender) -> dict[float, float | None]:
-        """Return what each learning rate reached on validation data, None where it failed."""
+        """Return the validation score of each learning rate, None where it failed."""
         found = {}
         for trial in self.trials(contender):
             merit = self._merit(trial)
@@ -140,21 +140,21 @@ class Runner:
         return found
 
     def _merit(self, trial: Training) -> float | None:
-        """Return how good a trial is on validation data, more being better."""
+        """Return the validation score of a trial, larger being better; None if it failed."""
         if self.why_not(trial) is not None:
             return None
         found = _only(trial)
         if not isinstance(found, Measured):
             return None
         metric = metric_in(found.validation)
-        if metric is None:  # one rate, tried for what it costs
+        if metric is None:  # a single rate, tried only to measure the cost of an epoch
             return 0.0
         return better(metric, found.validation[metric])
 
     # -- one training ----------------------------------------------------------------------------
 
     def _done(self, training: Training) -> bool:
-        """Train and measure; False if another process is at it."""
+        """Train and measure; return False if another process holds the training."""
         run = training.run
         try:
             if not run.finished:
@@ -163,7 +163,7 @@ class Runner:
             measure(training)
         except BusyError:
             return False
-        except TrainingError as error:  # it would fail again
+        except TrainingError as error:  # it would fail the same way again
             run.write_json(_FAILED, {"reason": str(error)})
             self.say(f"{training.name}: {error}")
         except Interrupted:
@@ -176,20 +176,20 @@ class Runner:
         try:
             run.train(self.watchers, self.stop)
         except OptionError:
-            if not run.finished:  # by another process meanwhile
+            if not run.finished:  # another process may have finished it meanwhile
                 raise
 
     def _require_same(self, run: Run) -> None:
-        """Refuse to take a run of other settings for ours."""
+        """Raise OptionError if the directory has a run with other settings."""
         if run.directory in self._same or not (run.directory / "config.yaml").exists():
             return
         there = Run.open(run.directory)
         if fixed_settings(there.recipe) != fixed_settings(run.recipe):
             raise OptionError(
-                f"{run.directory} is a run with other settings than this comparison has. Give "
+                f"{run.directory} is a run with settings other than those of this comparison. Give "
                 "another --out."
             )
-        if any(run.directory.glob(".*")):  # of a kill, unless another process is at it
+        if any(run.directory.glob(".*")):  # left by a kill, unless another process is writing
             with suppress(BusyError), alone_in(run.directory):
                 remove_leftovers(run.directory)
         self._same.add(run.directory)
@@ -206,13 +206,13 @@ class Runner:
 
 
 def _only(trial: Training) -> object:
-    """Return the one model that a trial is judged by, or why there is none."""
+    """Return the single model of a trial, or why it is missing."""
     found = measured(trial)
     assert found is not None and len(found) == 1
     return next(iter(found.values()))
 
 
 def training_cost(run: Run) -> float:
-    """Return what an epoch of a finished run has cost in MACs beside one of the dense model."""
+    """Return the MACs of an epoch of a finished run, relative to an epoch of dense training."""
     ledger = run.result()["ledger"]
     return 1.0 if ledger is None else float(ledger["relative_macs"])

@@ -1,6 +1,6 @@
-"""What a comparison says: mean and spread over seeds, the winner of each size, the best of all.
+"""Results of a comparison: mean and spread over seeds, winner of each size, Pareto fronts.
 
-Everything here follows from the runs alone, so that the same runs always give the same table.
+All of it is computed from the runs, so the same runs always give the same table.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, fields
 from statistics import mean, stdev
 from typing import Any
 
+from maestro_lod.baselines.compare.comparison_text import as_text
 from maestro_lod.baselines.compare.metrics import better
-from maestro_lod.baselines.compare.words import in_words
 
 _SLACK = 1.005
-"""Times a size: what is no larger than this has that size."""
+"""Tolerance: a model of up to this many times a size counts as that size."""
 
 COSTS = ("params", "macs", "bytes", "latency", "training")
-"""What quality is held against."""
+"""Costs that quality is compared with."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Row:
 
     method: str
     size: float | None
-    """The share that was asked for; None for a method that has a size of its own."""
+    """The requested share; None if the method determines the size."""
     share: float
     params: float
     macs: float
     bytes: float
     training: float
-    """MACs of the training, in units of one training of the dense model."""
+    """MACs of the training, relative to one training of the dense model."""
     seconds: float
-    """Of the training, on whatever else the machine was doing."""
+    """Wall-clock time of the training, which depends on the load of the machine."""
     scores: tuple[float, ...]
     """One per seed."""
     runs: tuple[str, ...]
     latency: float | None = None
-    """Seconds per call, of the first seed's model."""
+    """Seconds per call of the model of the first seed."""
 
     @property
     def mean(self) -> float:
@@ -58,9 +58,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Winner:
-    """The best of all models that are no larger than a size, and the best of another method.
+    """The best model within a size, and the best one of another method.
 
-    Of two that are tied it is the smaller one.
+    If both are tied, the smaller one wins.
     """
 
     size: float
@@ -69,32 +69,32 @@ class Winner:
 
     @property
     def ahead(self) -> float | None:
-        """By how much it is better."""
+        """Difference between the two means."""
         return None if self.second is None else abs(self.row.mean - self.second.mean)
 
     @property
     def spread(self) -> float | None:
-        """The standard deviations of both over seeds, added."""
+        """Sum of the standard deviations of both over seeds."""
         if self.second is None or self.row.spread is None or self.second.spread is None:
             return None
         return self.row.spread + self.second.spread
 
     @property
     def clear(self) -> bool | None:
-        """Say whether it is ahead by more than the spread; None where that is not known."""
+        """True if the difference is larger than the spread; None if the spread is unknown."""
         if self.ahead is None or self.spread is None:
             return None
         return self.ahead > self.spread
 
     @property
     def tied(self) -> bool:
-        """Whether both are equally good, or not apart by more than the spread."""
+        """True if the means are equal, or differ by at most the spread."""
         return self.ahead == 0.0 or self.clear is False
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that was compared."""
+    """Results of all contenders."""
 
     recipe: str
     metric: str
@@ -105,25 +105,25 @@ class Comparison:
     lr_trials: int
     sizes: tuple[float, ...]
     dense: Mapping[str, float]
-    """params, macs and bytes of the dense model."""
+    """Params, MACs and bytes of the dense model."""
     trials: Mapping[str, Mapping[float, float | None]]
-    """What each learning rate reached on validation data, by method; None where it failed."""
+    """Validation score of each learning rate by method; None where it failed."""
     paces: Mapping[str, tuple[float, int]]
-    """The learning rate and the epochs of each method."""
+    """Learning rate and epochs of each method."""
     rows: tuple[Row, ...]
     missing: tuple[tuple[str, str], ...]
-    """What is not there, and why."""
+    """Missing models, and the reasons."""
 
     def __str__(self) -> str:
-        return in_words(self)
+        return as_text(self)
 
     def order(self, row: Row) -> float:
-        """Return how good a row is, more being better."""
+        """Return the mean score of a row, larger being better."""
         return better(self.metric, row.mean)
 
     @property
     def winners(self) -> list[Winner]:
-        """Return the winner of each size, from the largest down; sizes that nobody has are out."""
+        """Winner of each size, largest size first; sizes without a model are left out."""
         found = []
         for size in sorted(self.sizes, reverse=True):
             within = [row for row in self.rows if row.share <= size * _SLACK]
@@ -137,7 +137,7 @@ class Comparison:
         return found
 
     def front(self, kind: str) -> list[Row]:
-        """Return the rows that none beats in both cost and quality, from the cheapest up."""
+        """Return the rows that no other beats in both cost and quality, cheapest first."""
         known = [(row.cost(kind), row) for row in self.rows]
         priced = [(cost, row) for cost, row in known if cost is not None]
         best, front = -math.inf, []
@@ -148,30 +148,30 @@ class Comparison:
         return front
 
     @classmethod
-    def from_dict(cls, said: Mapping[str, Any]) -> Comparison:
-        """Read what `to_dict` gave; what follows from the rows is not read but follows again."""
-        known = {entry.name: said[entry.name] for entry in fields(cls)}
+    def from_dict(cls, values: Mapping[str, Any]) -> Comparison:
+        """Read a comparison that `to_dict` has written; derived results are computed again."""
+        known = {entry.name: values[entry.name] for entry in fields(cls)}
         names = [entry.name for entry in fields(Row)]
-        rows = [{name: row[name] for name in names} for row in said["rows"]]
+        rows = [{name: row[name] for name in names} for row in values["rows"]]
         return cls(
             **known
             | {
-                "sizes": tuple(said["sizes"]),
+                "sizes": tuple(values["sizes"]),
                 "trials": {
                     name: {trial["lr"]: trial["validation"] for trial in tried}
-                    for name, tried in said["trials"].items()
+                    for name, tried in values["trials"].items()
                 },
-                "paces": {name: (rate, epochs) for name, (rate, epochs) in said["paces"].items()},
+                "paces": {name: (rate, epochs) for name, (rate, epochs) in values["paces"].items()},
                 "rows": tuple(
                     Row(**row | {name: tuple(row[name]) for name in ("scores", "runs")})
                     for row in rows
                 ),
-                "missing": tuple((entry["what"], entry["reason"]) for entry in said["missing"]),
+                "missing": tuple((entry["what"], entry["reason"]) for entry in values["missing"]),
             }
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, what follows from the rows included, for JSON."""
+        """Return all fields and derived results as JSON values."""
         place = {id(row): i for i, row in enumerate(self.rows)}
         return {
             **{key: value for key, value in asdict(self).items() if key != "rows"},

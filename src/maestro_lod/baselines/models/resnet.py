@@ -87,7 +87,7 @@ class ResNet(nn.Module):
 
 
 def resnet18(classes: int = 10, width: int = 64, stride: int = 1) -> ResNet:
-    """ResNet-18 for 32×32 images: 11,173,962 parameters and 555,422,720 MACs.
+    """Build ResNet-18 for 32×32 images: 11,173,962 parameters and 555,422,720 MACs.
 
     `width` is that of the first stage; the others have 2, 4 and 8 times as many channels. `stride`
     is that of the stem.
@@ -98,12 +98,12 @@ def resnet18(classes: int = 10, width: int = 64, stride: int = 1) -> ResNet:
 
 
 def resnet18_small(classes: int = 10, width: int = 16) -> ResNet:
-    """ResNet-18 for a CPU, width 16, stem stride 2: 701,466 parameters and 8,762,624 MACs."""
+    """Build ResNet-18 for a CPU, with width 16: 701,466 parameters and 8,762,624 MACs."""
     return resnet18(classes, width, stride=2)
 
 
 def resnet50(classes: int = 1000, width: int = 64) -> ResNet:
-    """ResNet-50 for 224×224 images: 25,557,032 parameters and 4,089,184,256 MACs."""
+    """Build ResNet-50 for 224×224 images: 25,557,032 parameters and 4,089,184,256 MACs."""
     stem = nn.Sequential(
         nn.Conv2d(3, width, 7, 2, 3, bias=False),
         nn.BatchNorm2d(width),

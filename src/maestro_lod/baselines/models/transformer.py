@@ -1,7 +1,7 @@
 """The encoder-decoder Transformer that the paper trains to translate, and a smaller one.
 
-Layer norm comes after each addition and once after each embedding; positions are sinusoids. Every
-projection is an ordinary `nn.Linear`, so that each can be decomposed.
+Layer norm follows each addition and each embedding; positions are encoded by sinusoids. Every
+projection is an `nn.Linear`, so that each can be decomposed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from maestro_lod.errors import OptionError
 
 EPSILON = 1e-6
-"""What layer norm adds to the variance."""
+"""Constant that layer norm adds to the variance."""
 
 KeysValues: TypeAlias = tuple[Tensor, Tensor]
-"""What attention looks at: keys and values, each (N, heads, tokens, width / heads)."""
+"""Keys and values of attention, each (N, heads, tokens, width / heads)."""
 
 
 def sinusoids(first: int, count: int, like: Tensor) -> Tensor:
-    """Return the codes (count, width) of the positions from `first` on, for vectors like these."""
+    """Return position codes (count, width) from `first`, with width and type of `like`."""
     width = like.shape[-1]
     position = torch.arange(first, first + count, device=like.device, dtype=torch.float32)
     even = torch.arange(0, width, 2, device=like.device, dtype=torch.float32)
@@ -41,7 +41,7 @@ class HeadedAttention(nn.Module):
         )
 
     def keys_values(self, x: Tensor) -> KeysValues:
-        """Return what others see of x."""
+        """Return keys and values of x."""
         return self._by_head(self.key(x)), self._by_head(self.value(x))
 
     def forward(
@@ -60,7 +60,7 @@ class HeadedAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """To the hidden width, ReLU, and back."""
+    """Two linear layers with ReLU between them."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class FeedForward(nn.Module):
 
 
 class AddNorm(nn.Module):
-    """Adds what a sublayer computed, after dropout, and normalizes the sum."""
+    """Sum with the output of a sublayer after dropout, normalized."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class AddNorm(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Source tokens look at each other."""
+    """Self-attention among source tokens, then a feed-forward layer."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Target tokens look at those before them, then at the source."""
+    """Causal self-attention, attention to the source, then a feed-forward layer."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, source: KeysValues, mask: Tensor, past: KeysValues | None = None
     ) -> tuple[Tensor, KeysValues]:
-        """Return the output and the keys and values so far; after a past, x is the next token."""
+        """Return the output and all keys and values; with a past, x is the next token."""
         keys, values = self.attention.keys_values(x)
         if past is not None:
             keys, values = torch.cat((past[0], keys), 2), torch.cat((past[1], values), 2)
@@ -146,7 +146,7 @@ class Transformer(nn.Module):
         super().__init__()
         if heads < 1 or width % heads or width % 2:
             raise OptionError(
-                f"width={width} and heads={heads} do not fit. Choose a width that is even and a "
+                f"width={width} does not fit heads={heads}. Choose a width that is even and a "
                 "multiple of the number of heads."
             )
         sizes = width, heads, hidden or 4 * width, dropout
@@ -179,15 +179,15 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def translate(self, source: Tensor, start: int, stop: int, longest: int) -> Tensor:
-        """Return the most likely next token, again and again: ids (N, at most `longest`).
+        """Translate greedily; return token ids (N, at most `longest`).
 
-        A sentence begins after `start`, which is not returned, and ends with `stop`, then
-        `padding`. Sentences that are complete cost nothing more. Call `eval()` before.
+        A sentence begins after `start`, which is not returned, and ends with `stop`, followed by
+        `padding`. Complete sentences are not computed further. Call `eval()` before.
         """
         sources, mask = self._encode(source)
         pasts = [(k[:, :, :0], v[:, :, :0]) for k, v in sources]  # no tokens yet
         result = source.new_full((len(source), longest), self.padding)
-        rows = torch.arange(len(source), device=source.device)  # those that are not complete
+        rows = torch.arange(len(source), device=source.device)  # rows of incomplete sentences
         token = source.new_full((len(source), 1), start)
         for t in range(longest):
             x = self.target_norm(self._embed(token, first=t))
@@ -204,7 +204,7 @@ class Transformer(nn.Module):
         return result
 
     def _encode(self, source: Tensor) -> tuple[list[KeysValues], Tensor]:
-        """Return what each decoder layer sees of the source, and which tokens are no padding."""
+        """Return the keys and values of the source for each decoder layer, and the padding mask."""
         mask = (source != self.padding)[:, None, None, :]  # (N, heads, tokens that look, S)
         x = self.source_norm(self._embed(source))
         for layer in self.encoder:
@@ -225,7 +225,7 @@ class Transformer(nn.Module):
 def transformer_small(
     vocabulary: int = 9521, width: int = 128, *, tie_output: bool = False, padding: int = 0
 ) -> Transformer:
-    """Transformer that trains on two CPU cores: 3 layers of width 128, with 4 heads.
+    """Build a Transformer for a CPU: 3 layers of width 128 with 4 heads.
 
     3,821,824 parameters and 2,594,944 MACs for one source and one target token; with `tie_output`
     2,603,136 parameters.

@@ -38,5 +38,5 @@ class VGG19(nn.Module):
 
 
 def vgg19_small(classes: int = 10, width: int = 16) -> VGG19:
-    """VGG-19 for a CPU, width 16, first stride 2: 1,255,546 parameters and 6,305,024 MACs."""
+    """Build VGG-19 for a CPU, with width 16: 1,255,546 parameters and 6,305,024 MACs."""
     return VGG19(classes, width, stride=2)

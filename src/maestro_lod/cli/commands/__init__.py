@@ -1,0 +1,1 @@
+"""Commands of the program; each is imported when it is called."""

@@ -22,7 +22,7 @@ from maestro_lod.cli.recipe_files import recipe_names
 from maestro_lod.cli.setup import data_of, dense_model_of, loss_of
 from maestro_lod.cli.terminal import say
 from maestro_lod.cli.unfinished import unfinished
-from maestro_lod.cli.user_code import called, own_function, with_article
+from maestro_lod.cli.user_code import call_with_options, import_function, with_article
 from maestro_lod.deploy.export import export
 from maestro_lod.errors import DataError, OptionError, listed, suggest
 from maestro_lod.layers.ranks import low_rank_layers
@@ -65,7 +65,9 @@ NoCorrection = Annotated[
     bool,
     typer.Option("--no-correction", help="Leave out the correction: less time, a larger loss."),
 ]
-Steps = Annotated[int, typer.Option(min=0, help="Steps of training by the original at the end.")]
+Steps = Annotated[
+    int, typer.Option(min=0, help="Steps of distillation from the original at the end.")
+]
 
 
 def compress(
@@ -81,7 +83,7 @@ def compress(
     no_correction: NoCorrection = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Cut a pretrained model to a limit, by data and without training.
+    """Compress a pretrained model to a limit, using data but no training.
 
     For a transformers directory it writes a complete one, with tokenizer and model card: the model
     with all smaller sizes in it, which transformers loads after `import maestro_lod`. With --to
@@ -90,7 +92,6 @@ def compress(
     written: after a kill, the same command resumes there.
 
     Examples:
-
       lod compress ./MiniLM --data sentences.txt --max-params 0.7 --out small
 
       lod compress ./llama --data stories.jsonl --max-params 0.5 --distill-steps 500 --out small
@@ -131,25 +132,28 @@ def compress(
 
 
 def distill(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What lod compress wrote.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory that lod compress has written.")
+    ],
     teacher: Annotated[Path, typer.Option(help="The original, a transformers directory.")],
-    data: Annotated[str, typer.Option(metavar="FILE|FUNCTION", help="As for lod compress.")],
+    data: Annotated[
+        str, typer.Option(metavar="FILE|FUNCTION", help="Text or a function, as for lod compress.")
+    ],
     out: NewDirectory,
     steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 500,
     lr: Annotated[float, typer.Option(help="Learning rate after the warm-up.")] = 5e-4,
     batches: Annotated[int, typer.Option(min=1, help="Batches to train on.")] = 128,
     only: Annotated[
-        bool, typer.Option("--only", help="Train this size alone, not those below it.")
+        bool, typer.Option("--only", help="Train only this size, without the smaller ones.")
     ] = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Train a compressed transformers model to reproduce the outputs of the original.
 
-    One batch of eight is not trained on: the distance to the original is measured there before and
-    after. If it did not fall, the weights from before are written.
+    One batch in eight is held out to measure the distance to the original before and after. If it
+    did not fall, the earlier weights are written.
 
     Example:
-
       lod distill small --teacher ./llama --data stories.jsonl --steps 500 --out distilled
     """
     with unfinished(out) as work:
@@ -178,7 +182,7 @@ def _require_formats(to: list[str] | None, int8: bool) -> list[str]:
     if {"dense", "safetensors"} <= set(formats):
         raise OptionError("--to dense and --to safetensors write the same file. Give one of them.")
     if int8 and "onnx" not in formats:
-        raise OptionError("--int8 is for ONNX files: give --to onnx too.")
+        raise OptionError("--int8 needs the format onnx. Add --to onnx, or remove --int8.")
     return formats
 
 
@@ -189,7 +193,10 @@ def _opened(
     path = Path(source)
     if path.is_dir():
         if data is None:
-            raise OptionError("--data is missing: what the model sees decides what can go.")
+            raise OptionError(
+                "--data is missing. Give text that the model is used on; it decides which ranks to "
+                "keep."
+            )
         model = _extra("maestro_lod.integrations.model_texts").open_model(path)
         batches, measured = distillation.hold_out(_batches(data, path, _with_held_out(count)))
         return model, batches, Quality(model, measured), False
@@ -230,7 +237,7 @@ def _batches(data: str, directory: Path, count: int) -> list[Any]:
 
 
 def _own(data: str, count: int) -> list[Any]:
-    given = called(own_function(data, "data"), {}, f"data {data!r}")
+    given = call_with_options(import_function(data, "data"), {}, f"data {data!r}")
     try:
         batches = list(itertools.islice(given, count))
     except TypeError:

@@ -1,4 +1,4 @@
-"""Command `lod demo`."""
+"""Commands for a first look: `lod demo` and `lod recipes`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from maestro_lod.cli.main import app
+from maestro_lod.cli.recipe_files import recipe_names, recipe_text
 from maestro_lod.cli.terminal import say
 
 _TRAINING = (
@@ -18,9 +20,9 @@ _TRAINING = (
 
 
 def demo(
-    out: Annotated[
-        Path, typer.Option(help="New directory for all files of the demonstration.")
-    ] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Directory for all files of the demonstration.")] = Path(
+        "demo"
+    ),
 ) -> None:
     """Run a demonstration in half a minute: train, find every size, deploy one, compare."""
     at = shlex.quote(str(out))
@@ -29,11 +31,19 @@ def demo(
         f"lod train digits --set method=dense {_TRAINING} --out {at}/dense --quiet",
         f"lod deploy {at}/digits --max-params 15% --finetune-epochs 2 --to pt2 --to safetensors "
         f"--out {at}/phone",
-        f"lod bench {at}/digits --beside {at}/dense",
+        f"lod bench {at}/digits --reference {at}/dense",
     )
     for command in commands:  # in one process: importing torch takes longer than training
         say(f"\n$ {command}")
         code = app(args=shlex.split(command)[1:], prog_name="lod", standalone_mode=False)
         if code:
             raise typer.Exit(code)
-    say(f"\nevery size on a slider: {out / 'digits' / 'report.html'}")
+    say(f"\nreport with a slider over all sizes: {out / 'digits' / 'report.html'}")
+
+
+def recipes() -> None:
+    """List the recipes of the library."""
+    names = recipe_names()
+    width = max(map(len, names))
+    for name in names:
+        say(f"{name:{width}}  {yaml.safe_load(recipe_text(name))['description']}")

@@ -25,11 +25,11 @@ Processes = Annotated[
     typer.Option("--nproc", min=1, max=1024, help="Processes on this machine that train together."),
 ]
 Restarts = Annotated[
-    int, typer.Option(min=0, help="How often all are started again if one ends, as by torchrun.")
+    int, typer.Option(min=0, help="How often all processes are restarted after one of them ends.")
 ]
 
 # of lod tune
-MaxParams = Annotated[int | None, typer.Option(help="Most parameters that the model may have.")]
+MaxParams = Annotated[int | None, typer.Option(help="Largest number of parameters of the model.")]
 MinAccuracy = Annotated[
     float | None, typer.Option(help="Least accuracy on validation data, such as 0.98.")
 ]
@@ -37,8 +37,8 @@ Trials = Annotated[
     int | None,
     typer.Option(
         metavar="TRIALS",
-        help="Instead: so many trials over λ and learning rate, for the best trade-offs "
-        "between accuracy and MACs.",
+        help="Search without limits: number of trials over λ and learning rate, for the best "
+        "trade-offs between accuracy and MACs.",
     ),
 ]
 Largest = Annotated[
@@ -52,13 +52,13 @@ Few = Annotated[
 ]
 TrialsFolder = Annotated[
     Path | None,
-    typer.Option(help="Where trials are written. [dim]\\[default: runs/tune-RECIPE][/dim]"),
+    typer.Option(help="Directory of the trials. [dim]\\[default: runs/tune-RECIPE][/dim]"),
 ]
 Storage = Annotated[
     str | None,
     typer.Option(
         metavar="PATH|URL",
-        help="Where the search is kept: a file, or a database such as postgresql://… "
+        help="Storage of the search: a file, or a database such as postgresql://… "
         "[dim]\\[default: search.journal in --out][/dim]",
     ),
 ]
@@ -68,7 +68,10 @@ SearchName = Annotated[
 
 # of runs
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Run the code that it names, though not trained here.")
+    bool,
+    typer.Option(
+        "--trust", help="Run the user code that it names although it was not trained here."
+    ),
 ]
 FinishedRun = Annotated[Path, typer.Argument(metavar="DIR", help="A finished run.")]
 Limit = Annotated[
@@ -78,9 +81,10 @@ Formats = Annotated[
     list[str] | None, typer.Option(help="onnx, pt2 or safetensors; may be repeated.")
 ]
 Multiple = Annotated[
-    int | None, typer.Option("--round", min=1, max=2**16, help="Round ranks to a multiple.")
+    int | None,
+    typer.Option("--round", min=1, max=2**16, help="Round ranks to a multiple of this number."),
 ]
-Batch = Annotated[int, typer.Option(min=1, max=2**16, help="Batch size to time with.")]
+Batch = Annotated[int, typer.Option(min=1, max=2**16, help="Batch size of the timings.")]
 PreferSpeed = Annotated[
     bool,
     typer.Option(
@@ -94,4 +98,7 @@ def with_data(change: list[str] | None, data: Path | None) -> list[str]:
     """Return the changes of a recipe, including that of --data."""
     if data is None:
         return change or []
-    return [*(change or []), f"data.directory={json.dumps(str(data.absolute()))}"]  # for any name
+    return [
+        *(change or []),
+        f"data.directory={json.dumps(str(data.absolute()))}",
+    ]  # JSON quotes any name

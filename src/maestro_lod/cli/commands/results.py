@@ -34,20 +34,21 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The page. [dim]\\[default: DIR/report.html, or report-A-B.html here][/dim]"
+            help="Path of the page. [dim]\\[default: DIR/report.html; report-A-B.html for several]"
+            "[/dim]"
         ),
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page about one run, or several side by side."""
+    """Write a self-contained HTML page about one run, or a comparison of several."""
     try:
         page = write_report(directories, out or _place_of(directories))
-    except CheckpointError as error:  # nothing has failed but what was given
+    except CheckpointError as error:  # a usage error: the given directory cannot be used
         raise OptionError(str(error)) from error
     say(str(page))
 
 
 def _place_of(directories: Sequence[Path]) -> Path:
-    """Return where a page goes: into its run, or beside whoever compares several."""
+    """Return the default path of a page: in its run, or in the working directory for several."""
     names = [directory.resolve().name for directory in dict.fromkeys(directories)]
     if len(names) == 1:
         return directories[0] / "report.html"
@@ -55,16 +56,19 @@ def _place_of(directories: Sequence[Path]) -> Path:
 
 
 def summary(
-    target: Annotated[str, typer.Argument(metavar="RECIPE|DIR", help="What to describe.")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|DIR", help="A recipe, or the directory of a finished run."),
+    ],
     change: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting.")
     ] = None,
     trust: options.Trust = False,
 ) -> None:
-    """Print ranks, parameters and MACs of every layer, of a recipe's model or a finished run's."""
+    """Print rank, parameters and MACs of every layer of a recipe or a finished run."""
     if Path(target).is_dir() and target not in recipe_names():
         if change:
-            raise OptionError("--set changes a recipe; the settings of a run are fixed.")
+            raise OptionError(f"--set does not apply to a finished run: {target}. Give a recipe.")
         model, data = Run.open(Path(target), trust=trust).trained()
     else:
         recipe = load_recipe(target, change or [])
@@ -76,19 +80,19 @@ def summary(
 def frontier(
     directory: options.FinishedRun,
     method: Annotated[
-        str, typer.Option(help="look-ahead, or greedy (the paper's).")
+        str, typer.Option(help="Search: look-ahead, or greedy as in the paper.")
     ] = "look-ahead",
-    cost: Annotated[str, typer.Option(help="What to save: macs or params.")] = "macs",
+    cost: Annotated[str, typer.Option(help="Cost to reduce: macs or params.")] = "macs",
     trust: options.Trust = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Find the best submodel for every size, without training, and add them to the report.
+    """Search the best ranks of every size, without training, and add them to the report.
 
-    Stop it at any time: the next call resumes it.
+    An interrupted search is resumed by the same command.
     """
     require_method(method)
     if cost not in ("macs", "params"):
-        raise OptionError(f"--cost {cost!r} is not known: macs or params.")
+        raise OptionError(f"--cost {cost!r} is unknown. Choose macs or params.")
     run = Run.open(directory, trust=trust)
     with search_bar(quiet) as progress:
         found = find_frontier(Trained.of(run), method=method, cost=cost, on_progress=progress)
@@ -97,16 +101,20 @@ def frontier(
 
 def deploy(
     directory: options.FinishedRun,
-    out: Annotated[Path, typer.Option(help="A new directory for the files.")],
+    out: Annotated[Path, typer.Option(help="New directory for the files.")],
     to: options.Formats = None,
     max_params: options.Limit = None,
     max_macs: options.Limit = None,
     max_bytes: options.Limit = None,
-    max_latency: Annotated[float | None, typer.Option(help="Seconds, here, at --batch.")] = None,
-    min_accuracy: Annotated[float | None, typer.Option(help="A share, such as 0.9.")] = None,
+    max_latency: Annotated[
+        float | None, typer.Option(help="Seconds per batch on this machine.")
+    ] = None,
+    min_accuracy: Annotated[float | None, typer.Option(help="Least accuracy, such as 0.9.")] = None,
     batch: options.Batch = 1,
     multiple: options.Multiple = None,
-    int8: Annotated[bool, typer.Option("--int8", help="For ONNX, an int8 file too.")] = False,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Also write an int8 file, for ONNX.")
+    ] = False,
     finetune_epochs: Annotated[
         int, typer.Option(help="Epochs to train the chosen size before it is written.", min=0)
     ] = 0,
@@ -114,13 +122,12 @@ def deploy(
     trust: options.Trust = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Write a run's model, as it was trained or cut to a size, to files that were verified.
+    """Export the model of a run, in full or cut to a size, and verify the files.
 
-    They are tested and timed too. What cannot be written well is left out and named, and the exit
-    code is 3.
+    The files are also tested and timed. A format that cannot represent the model is left out with
+    a message, and the exit code is 3.
 
     Examples:
-
       lod deploy runs/digits --out phone
 
       lod deploy runs/digits --max-params 10% --to onnx --to pt2 --int8 --out watch
@@ -148,7 +155,8 @@ def deploy(
         say(worse)
     if done.point is not None and trained.plain is not None:
         say(
-            "it was not trained low-rank: its size was cut by SVD, and zeros among its weights went"
+            "the model was not trained low-rank: it was cut by SVD, and zero weights did not stay "
+            "zero"
         )
     for name, why in done.left_out.items():
         complain(f"left out: {name}. {why}", 3)
@@ -159,29 +167,32 @@ def deploy(
 def bench(
     directory: options.FinishedRun,
     batch: options.Batch = 1,
-    beside: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A dense run of the same task, as a row.")
+    reference: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A dense run of the same task, as another row."),
     ] = None,
     trust: options.Trust = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Print latency, size and test accuracy of dense and deployed sizes side by side."""
+    """Print latency, size and test accuracy of the dense model and of smaller sizes."""
     with search_bar(quiet) as progress:
         trained = Trained.of(Run.open(directory, trust=trust))
-        other = None if beside is None else Trained.of(Run.open(beside, trust=trust))
-        text = compare(trained, batch=batch, beside=other, on_progress=progress)
+        other = None if reference is None else Trained.of(Run.open(reference, trust=trust))
+        text = compare(trained, batch=batch, reference=other, on_progress=progress)
     say(text)
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a run directory.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or a directory.")],
 ) -> None:
-    """Read every file and say whether it is as it was written; exit code 1 if one is not."""
+    """Check that files are as they were written; exit with 1 if one is damaged."""
     if not path.exists():
         raise OptionError(f"{path} does not exist.")
     files = _files_to_verify(path)
     if not files:
-        raise OptionError(f"{path} holds no file to verify ({listed(_VERIFIED)}).")
+        raise OptionError(
+            f"{path} has no file to verify. Give a directory with {listed(_VERIFIED)} files."
+        )
     damaged = 0
     for file in files:
         try:
@@ -196,7 +207,7 @@ def verify(
 
 
 def _files_to_verify(path: Path) -> list[Path]:
-    """Return the files that can be verified, and those that a manifest lists, there or not."""
+    """Return the files that can be verified, and all that a manifest lists, existing or not."""
     found = path.rglob("*") if path.is_dir() else [path]
     files = {file for file in found if file.suffix in _VERIFIED and file.is_file()}
     for directory in {file.parent for file in files if file.name == MANIFEST}:
@@ -209,7 +220,7 @@ def _tensors(file: Path) -> str:
     proven = verify_tensors(file)
     if matches_manifest(file) or proven:
         return "as written"
-    return "whole, but from before digests: not proven"
+    return "complete; written before digests were stored, so not verifiable"
 
 
 def _exported(file: Path) -> str:
@@ -225,7 +236,7 @@ def _lines(file: Path) -> str:
         for part in text.splitlines() if file.suffix == ".jsonl" else [text]:
             parse_json(part)
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"it is no JSON ({error}).") from error
+        raise CheckpointError(f"it is not JSON ({error}).") from error
     if file.name == MANIFEST:
         read_digests(file.parent)
     return "readable"
@@ -239,4 +250,4 @@ _VERIFIED = {
     ".data": _exported,
     ".pt2": _exported,
 }
-"""How files are verified, by their suffix; others only where a manifest lists them."""
+"""Function that verifies a file, by suffix; other files count if a manifest lists them."""

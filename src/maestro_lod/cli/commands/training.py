@@ -44,10 +44,9 @@ def train(
 ) -> None:
     """Train a recipe; write model, metrics and report to a directory.
 
-    Stop with Ctrl-C at any time; [bold]lod resume[/bold] continues exactly where the run ended.
+    Ctrl-C stops it safely; [bold]lod resume[/bold] continues exactly where the run ended.
 
     Examples:
-
       lod train digits
 
       lod train lenet-mnist --set budget.params=25% --set seed=1 --out runs/a
@@ -133,7 +132,6 @@ def tune(
     --storage. The exit code is 1 if no model is within both limits.
 
     Examples:
-
       lod tune lenet-mnist --max-params 12000 --min-accuracy 0.98
 
       lod tune lenet-mnist --pareto 30

@@ -1,4 +1,4 @@
-"""1,797 handwritten digits at MNIST's size: they come with the library, nothing to download.
+"""Digits dataset: 1,797 handwritten digits at the size of MNIST, shipped with the library.
 
 They are the test set of *Optical Recognition of Handwritten Digits* by E. Alpaydin and C. Kaynak,
 UCI Machine Learning Repository, https://doi.org/10.24432/C50P49, CC BY 4.0; kept as safetensors.

@@ -29,7 +29,7 @@ from maestro_lod.files.json_files import read_json_file
 
 PAD, UNKNOWN, START, STOP = range(4)
 _SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
-_UNKNOWN_IN_TEXT = "⁇"  # one word for BLEU, which takes <unk> for three
+_UNKNOWN_IN_TEXT = "⁇"  # BLEU counts it as one word, but <unk> as three
 _IGNORED = -100
 _LANGUAGES = ("de", "en")
 _SPLITS = {"train": ("train",), "validation": ("val", "validation"), "test": ("test",)}
@@ -173,7 +173,7 @@ def _texts(split: str, files: Sequence[Path]) -> list[tuple[str, str]]:
     for number, (german, english) in enumerate(rows(files, *_LANGUAGES)):
         if not isinstance(german, str) or not isinstance(english, str):
             raise DataError(
-                f"multi30k, {split} split: row {number} is no pair of texts, but {german!r} and "
+                f"multi30k, {split} split: row {number} is not a pair of texts: {german!r}, "
                 f"{english!r}. Download it again."
             )
         pairs.append((german, english))
@@ -203,7 +203,7 @@ def _tokenizer(pairs: Sequence[tuple[str, str]], min_count: int) -> Tokenizer:
 def _score(
     tokenizer: Tokenizer, source: Tensor, references: Sequence[str], model: nn.Module
 ) -> dict[str, float]:
-    """Return the BLEU of a model's greedy translations, both sides as lower-cased plain text."""
+    """Return the BLEU of greedy translations, both sides as lower-cased plain text."""
     translate = getattr(model, "translate", None)
     if translate is None:
         raise LayerError(
@@ -223,7 +223,7 @@ def _score(
     finally:
         model.train(training)
     translations = [_text(tokenizer, row) for part in parts for row in part.tolist()]
-    # `force`: a model that ends sentences oddly is no news, and its score tells
+    # `force` silences a warning about unusual ends of sentences
     bleu = BLEU(lowercase=True, force=True).corpus_score(translations, [references[: len(source)]])
     return {"bleu": bleu.score}
 

@@ -1,4 +1,4 @@
-"""Numbers of training runs, as one HTML page that needs nothing else."""
+"""Report: training runs as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -14,14 +14,26 @@ __all__ = ["write_report"]
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
-    """Write one self-contained HTML page about one or several run directories; return its path.
+    """Write a self-contained HTML page about one or several runs, finished or not.
 
-    Runs may be unfinished. If `out` is a directory, the page is `report.html` in it.
+    Args:
+        runs: Run directories.
+        out: Path of the page; in a directory, `report.html`.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        CheckpointError: If a file of a run is damaged, or the page cannot be written.
+        OptionError: If `runs` is empty.
+
+    Example:
+        >>> write_report([Path("runs/digits")], Path("report.html"))
     """
     out = Path(out)
     if out.is_dir():
         out = out / "report.html"
-    # names from files may hold halves of characters, which UTF-8 cannot write
+    # names from files may contain surrogates, which UTF-8 cannot encode
     content = page(read_runs(runs)).encode("utf-8", errors="xmlcharrefreplace")
     try:
         with writing(out):
@@ -29,5 +41,5 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
             with replacing(out) as place:
                 place.write_bytes(content)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} Give another place for the page.") from error
+        raise CheckpointError(f"{error} Give another path for the page.") from error
     return out

@@ -1,4 +1,4 @@
-"""Charts as SVG, complete without a script; what hovering shows lies beside them as data."""
+"""Charts as SVG that work without a script; texts for hovering are attached as data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maestro_lod.model import plot
 from maestro_lod.model.plot import Axis, Format, Frame, colour
 from maestro_lod.text import Markup, joined, tag
 
-# six share no factor with seven colours, so that 42 runs look different
+# six shapes and seven colours have no common factor, so that 42 runs look different
 _SHAPES = (
     "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z",
     "M-4 -4h8v8h-8z",
@@ -24,11 +24,11 @@ _SHAPES = (
 )
 
 
-_LABEL = 0.11  # of the axis: the room that the label of a round value takes
+_LABEL = 0.11  # share of the axis that a label needs
 
 
 def epoch_axis(values: Iterable[float], start: float, end: float) -> Axis:
-    """Return an axis from the first to the last epoch, labelled at whole numbers."""
+    """Return an axis from the first to the last epoch with whole numbers as labels."""
     low, high = plot.spread(values)
     step = max(1, round(plot.round_up((high - low) / 6)))
     ticks = tuple(step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1))
@@ -36,10 +36,10 @@ def epoch_axis(values: Iterable[float], start: float, end: float) -> Axis:
 
 
 def log_axis(values: Iterable[float], start: float, end: float) -> Axis:
-    """Return a logarithmic axis for positive values, with some air at both ends."""
+    """Return a logarithmic axis for positive values, with a margin at both ends."""
     known = list(values)
-    air = max((max(known) / min(known)) ** 0.06, 1.1)
-    low, high = min(known) / air, max(known) * air
+    margin = max((max(known) / min(known)) ** 0.06, 1.1)
+    low, high = min(known) / margin, max(known) * margin
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
     for digits in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
@@ -48,13 +48,13 @@ def log_axis(values: Iterable[float], start: float, end: float) -> Axis:
         ticks = [tick for tick in ticks if low <= tick <= high]
         if len(ticks) >= 3:
             break
-    else:  # less than an octave or so: a logarithm is nearly straight there
+    else:  # a short range, on which a logarithm is almost linear
         ticks = [tick for tick in plot.linear_axis((low, high), 0, 1).ticks if low <= tick <= high]
     return Axis(low, high, start, end, tuple(_apart(ticks, low, high)), log=True)
 
 
 def _apart(ticks: Iterable[float], low: float, high: float) -> list[float]:
-    """Leave out values whose labels would run into the one before, on a logarithmic axis."""
+    """Drop values whose labels would overlap the previous one on a logarithmic axis."""
     kept: list[float] = []
     for tick in ticks:
         if not kept or math.log(tick / kept[-1]) >= _LABEL * math.log(high / low):
@@ -68,13 +68,13 @@ SMALL = Frame(350, 220)
 
 @dataclass(frozen=True)
 class Line:
-    """One curve: (epoch, value) pairs, a gap where the value is None."""
+    """Curve of (epoch, value) pairs, with a gap where the value is None."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
     series: int
     faint: bool = False
-    """Thin and dashed: what was trained on, beside what was held out."""
+    """Draw it thin and dashed: training data, if there is validation data."""
 
     @property
     def known(self) -> list[tuple[float, float]]:
@@ -92,7 +92,7 @@ def line_chart(
     from_zero: bool = False,
     frame: Frame = WIDE,
 ) -> Markup | None:
-    """Draw curves over epochs, on a logarithmic scale if they span much; None without a value."""
+    """Draw curves over epochs, on a logarithmic scale for a wide range; None without values."""
     lines = [line for line in lines if line.known]
     if not lines:
         return None
@@ -122,7 +122,7 @@ def line_chart(
 
 @dataclass(frozen=True)
 class Dot:
-    """One model in a plane of cost and quality; `rows` is what hovering says about it."""
+    """One model in a plane of cost and quality; `rows` are shown on hovering."""
 
     name: str
     x: float
@@ -131,9 +131,9 @@ class Dot:
     rows: Sequence[tuple[str, str]]
     hollow: bool = False
     scale: float = 1.35
-    """Of its mark."""
+    """Size of its mark."""
     spread: float | None = None
-    """How far up and down it may as well lie."""
+    """Standard deviation of the quality, drawn as a vertical line."""
 
 
 def plane(
@@ -148,9 +148,9 @@ def plane(
     front: Sequence[Dot] = (),
     show_x: Format = quantity,
 ) -> Markup | None:
-    """Draw models by a cost (logarithmic) and their quality; `curve` are dots joined by a line.
+    """Draw models by a cost, on a logarithmic axis, and their quality.
 
-    `front` are those of the dots that no other beats: a line goes along them.
+    `curve` are dots joined by a line; `front` are the dots that no other beats, joined by steps.
     """
     everything = [*curve, *dots]
     if not everything:
@@ -176,7 +176,7 @@ def plane(
 
 
 def _dot(dot: Dot, x: Axis, y: Axis) -> Markup:
-    """Draw a dot, with a line over its spread if it has one."""
+    """Draw a dot, with a vertical line for its spread if it has one."""
     drawn = marker(dot.series, x.at(dot.x), y.at(dot.y), hollow=dot.hollow, scale=dot.scale)
     if not dot.spread:
         return drawn
@@ -186,7 +186,7 @@ def _dot(dot: Dot, x: Axis, y: Axis) -> Markup:
 
 
 def _steps(front: Sequence[Dot], x: Axis, y: Axis) -> Markup:
-    """Draw what is best at each cost: level until the next dot is paid for, to the right end."""
+    """Draw the best quality at each cost as steps to the right end."""
     steps = f"M{x.at(front[0].x):.1f} {y.at(front[0].y):.1f}"
     for dot in front[1:]:
         steps += f"H{x.at(dot.x):.1f}V{y.at(dot.y):.1f}"
@@ -194,7 +194,7 @@ def _steps(front: Sequence[Dot], x: Axis, y: Axis) -> Markup:
 
 
 def marker(series: int, x: float, y: float, *, hollow: bool = False, scale: float = 1.0) -> Markup:
-    """Draw a run's mark: a colour and a shape, for those who see only one of them."""
+    """Draw the mark of a run: a colour and a shape, so that either suffices."""
     return tag(
         "path",
         class_=f"mark {colour(series)}{' hollow' if hollow else ''}",
@@ -204,21 +204,21 @@ def marker(series: int, x: float, y: float, *, hollow: bool = False, scale: floa
 
 
 def badge(series: int) -> Markup:
-    """Draw a run's mark to stand in a text."""
+    """Draw the mark of a run for use in a text."""
     return tag(
         "svg", marker(series, 0, 0), class_="badge", viewBox="-6 -6 12 12", aria_hidden="true"
     )
 
 
 def _curve(line: Line, x: Axis, y: Axis) -> Markup:
-    """Draw a curve, and the run's mark at its end."""
+    """Draw a curve with the mark of its run at the end."""
     steps, pen_up, place = [], True, (0.0, 0.0)
     for epoch, value in line.points:
         if value is None:
             pen_up = True
             continue
         place = (x.at(epoch), y.at(value))
-        # h0 makes a dot of a value without neighbours
+        # h0 draws a value without neighbours as a dot
         steps.append(f"{'M' if pen_up else 'L'}{place[0]:.1f} {place[1]:.1f}" + "h0" * pen_up)
         pen_up = False
     kind = "line faint" if line.faint else "line"
@@ -249,6 +249,6 @@ def _figure(
 
 
 def data(content: Any) -> Markup:
-    """Return data for the page's script, in which no text can end the element."""
+    """Return data for the script; `<` is escaped so that no text ends the element."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return tag("script", Markup(text), type="application/json")

@@ -1,4 +1,4 @@
-"""Charts of all runs together: quality and size, metrics and cost over training."""
+"""Charts of all runs: quality against size, metrics and costs over training."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from maestro_lod.cli.report.text import of_dense, plain, quantity, times
 from maestro_lod.text import Markup, joined, tag
 
 _SPLITS = ("train_", "validation_")
-# charted by `cost`, or no measure at all
+# drawn by `cost`, or not a measurement
 _CHARTED = {"epoch", "step", "total_rank", *SIZES, *(f"relative_{kind}" for kind in SIZES)}
 
 
 def planes(runs: Sequence[ReportedRun]) -> PageSection | None:
-    """Return the quality of the runs against their size."""
+    """Return charts of quality against size, one mark per run."""
     headline = next((score for run in runs if (score := run.score())), None)
     if headline is None:
         return None
@@ -36,7 +36,7 @@ def planes(runs: Sequence[ReportedRun]) -> PageSection | None:
     if body is None:
         return None
     if not all(run.finished for run in runs):
-        body = joined(body, note("Hollow: unfinished, and not measured on test data."))
+        body = joined(body, note("Hollow marks: unfinished runs, not measured on test data."))
     return PageSection("planes", "Quality and size", body)
 
 
@@ -56,7 +56,7 @@ def _plane(runs: Sequence[ReportedRun], metric: str, kind: str) -> Markup | None
 
 
 def curves(runs: Sequence[ReportedRun]) -> PageSection | None:
-    """Return loss, accuracy and every other metric of training and validation, over epochs."""
+    """Return charts of all metrics of training and validation over epochs."""
     metrics = dict.fromkeys(("loss", "accuracy"))
     metrics |= {key.partition("_")[2]: None for key in _keys(runs) if key.startswith(_SPLITS)}
     body = grid([_curve(runs, metric) for metric in metrics], runs)
@@ -81,7 +81,7 @@ def _curve(runs: Sequence[ReportedRun], metric: str) -> Markup | None:
 
 
 def cost(runs: Sequence[ReportedRun]) -> PageSection | None:
-    """Return size over training beside the dense model, and what training cost."""
+    """Return charts of size over training, relative to dense, and the cost of training."""
     full = {sum(run.full_ranks.values()) for run in runs if run.finished and run.low_rank}
     charts = [
         line_chart(
@@ -108,11 +108,11 @@ def cost(runs: Sequence[ReportedRun]) -> PageSection | None:
     body = grid(charts, runs)
     if body is None:
         return None
-    return PageSection("cost", "Cost beside dense", joined(body, _ledger(runs)))
+    return PageSection("cost", "Cost relative to dense", joined(body, _ledger(runs)))
 
 
 def _budgets(runs: Sequence[ReportedRun], kind: str) -> dict[str, float]:
-    """Return the budget that the runs had to land on, relative to dense, if it is one."""
+    """Return the budget of the runs relative to dense, if all have the same."""
     shares = {
         run.epochs[-1].budget
         for run in runs
@@ -123,11 +123,11 @@ def _budgets(runs: Sequence[ReportedRun], kind: str) -> dict[str, float]:
 
 
 def _ledger(runs: Sequence[ReportedRun]) -> Markup:
-    """Return what the models and their training cost, relative to dense."""
+    """Return a table of the costs of the models and of their training, relative to dense."""
     remark = note(
-        "The model is counted with each layer dense where that is cheaper. Training is counted by "
-        "the parameters in memory and the expected forward MACs of a step, always factored; "
-        "“as executed” takes the form in which each layer was really computed."
+        "The model is counted with each layer in its cheaper form, dense or factored. Training is "
+        "counted by the parameters in memory and the expected forward MACs of a step, always "
+        "factored; “as executed” counts the form in which each layer was computed."
     )
     if len(runs) == 1:
         rows = [[name, *map(times, pair)] for name, pair in _costs(runs[0]).items() if any(pair)]
@@ -154,7 +154,7 @@ def _costs(run: ReportedRun) -> dict[str, tuple[float | None, float | None]]:
 
 
 def other_curves(runs: Sequence[ReportedRun]) -> PageSection | None:
-    """Return every other number of the epochs that changes: learning rate, penalty, time."""
+    """Return charts of all other numbers that change over epochs, such as the learning rate."""
     charts = []
     for key in _keys(runs):
         lines = _lines(runs, key)
@@ -167,7 +167,7 @@ def other_curves(runs: Sequence[ReportedRun]) -> PageSection | None:
 
 
 def _keys(runs: Sequence[ReportedRun]) -> list[str]:
-    """Return what the epochs of all runs record."""
+    """Return the keys that the epochs of all runs record."""
     return list(
         dict.fromkeys(key for run in runs for epoch in run.epochs for key in epoch.numbers())
     )

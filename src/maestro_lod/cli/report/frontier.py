@@ -1,4 +1,4 @@
-"""Every size of one trained model, and a slider that picks the best one within a budget."""
+"""Sizes of one trained model, and a slider that picks the best one within a budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from maestro_lod.text import Markup, tag
 
 @dataclass(frozen=True)
 class Fact:
-    """Something to know about a size; a cost is also told relative to the dense model."""
+    """Quantity that describes a size; costs are also shown relative to the dense model."""
 
     name: str
     key: str
@@ -45,24 +45,24 @@ _FACTS = (
     Fact("file", "bytes", lambda value: quantity(value, "B")),
     Fact("latency", "latency", duration),
 )
-_USEFUL = 0.5  # of the best accuracy: nobody deploys a size with less
-_SAME_TIME = 0.02  # latencies this close to the dense form's are the same
+_USEFUL = 0.5  # least share of the best accuracy: smaller sizes are not worth deploying
+_SAME_TIME = 0.02  # relative difference up to which latencies count as equal
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a frontier file that one would deploy, cheapest first, and what they have."""
+    """Sizes of a frontier file that are worth deploying, cheapest first."""
 
     points: list[dict[str, Any]]
     dense: dict[str, Any]
     metric: str
-    """What is drawn: accuracy, where there is one."""
+    """Metric that is drawn: accuracy if it was measured."""
     by: str
-    """What sizes are chosen by: the loss, where there is one."""
+    """Metric that sizes are chosen by: the loss if it was measured."""
     axes: list[str]
     facts: list[Fact]
     hidden: int
-    """How many more there are in the file."""
+    """Number of further sizes in the file."""
 
     @classmethod
     def of(cls, frontier: Mapping[str, Any]) -> Sizes | None:
@@ -77,9 +77,11 @@ class Sizes:
         best = {id(p) for axis in axes for p in _front(useful, axis, by)}
         points = [point for point in useful if id(point) in best]
         points.sort(key=lambda point: (number(point, axes[0]), _merit(point, by)))
-        told_on = mapping(frontier.get("measured_on"))
+        measured_on = mapping(frontier.get("measured_on"))
         facts = [
-            replace(fact, name=f"{told_on[fact.key]} {fact.name}") if fact.key in told_on else fact
+            replace(fact, name=f"{measured_on[fact.key]} {fact.name}")
+            if fact.key in measured_on
+            else fact
             for fact in _FACTS
             if any(number(p, fact.key) is not None for p in points)
             and (fact.is_cost or fact.key in metrics)
@@ -87,8 +89,8 @@ class Sizes:
         dense = mapping(frontier.get("dense"))
         return cls(points, dense, metric, by, axes, facts, len(found) - len(points))
 
-    def told(self, point: Mapping[str, Any]) -> list[str]:
-        """Write the facts about a point."""
+    def texts(self, point: Mapping[str, Any]) -> list[str]:
+        """Return the facts about a point as texts."""
         texts = []
         for fact in self.facts:
             value, whole = number(point, fact.key), number(self.dense, fact.key)
@@ -97,31 +99,31 @@ class Sizes:
         return texts
 
     def name(self, point: Mapping[str, Any]) -> str:
-        """Name a size by what it is: its share of the dense form's cost."""
+        """Return the name of a size: its share of the cost of the dense form."""
         axis = self.axes[0]
         value, whole = number(point, axis), number(self.dense, axis)
         return f"{times(value / whole) if value and whole else quantity(value)} {SIZES[axis]}"
 
     def remarks(self) -> str:
-        """Say what the numbers are, and what is not shown."""
+        """Return the notes about the numbers and about hidden sizes."""
         texts = [
-            "Each size is cut from the weights of this one run, without training it again. "
-            "× is relative to the dense form: this model with its layers multiplied out, not one "
+            "All sizes are cut from the weights of this run, without further training. × is "
+            "relative to the dense form: this model with its factors multiplied out, not a model "
             "that was trained dense."
         ]
-        said = {fact.key: fact.name for fact in self.facts}
-        if said.get(self.metric) == f"validation {self.metric}":
-            texts.append("Of the data held out only validation data is looked at, not test data.")
+        names = {fact.key: fact.name for fact in self.facts}
+        if names.get(self.metric) == f"validation {self.metric}":
+            texts.append("Sizes are measured on validation data, never on test data.")
         times_ = [(number(p, "latency"), number(self.dense, "latency")) for p in self.points]
         if all(one and whole and abs(one / whole - 1) <= _SAME_TIME for one, whole in times_):
             texts.append(
-                "Latency is that of each layer's faster form for one sample, and here none is "
-                "faster factored: every size can run as fast as the dense form, none faster."
+                "Latency counts each layer in its faster form, for one sample. No layer is faster "
+                "factored here, so that every size is as fast as the dense form."
             )
         if self.hidden:
             texts.append(
-                f"{self.hidden} more in frontier.json {'is' if self.hidden == 1 else 'are'} hidden:"
-                " another is at least as good and as small, or they are of no use."
+                f"{self.hidden} more in frontier.json {'is' if self.hidden == 1 else 'are'} not "
+                "shown: another size is at least as good and as small, or the accuracy is too low."
             )
         return " ".join(texts)
 
@@ -134,7 +136,7 @@ def _is_useful(point: Mapping[str, Any], all_: Sequence[Mapping[str, Any]], metr
 
 
 def _front(points: Sequence[dict[str, Any]], axis: str, by: str) -> list[dict[str, Any]]:
-    """Return the sizes that no cheaper one equals, cheapest first."""
+    """Return the sizes that are better than every cheaper one, cheapest first."""
     found: list[dict[str, Any]] = []
     for point in sorted(points, key=lambda p: (number(p, axis) or 0.0, -_merit(p, by))):
         if not found or _merit(point, by) > _merit(found[-1], by):
@@ -148,13 +150,13 @@ def _all_have(points: Sequence[Mapping[str, Any]], key: str, above: float = -mat
 
 
 def _merit(point: Mapping[str, Any], by: str) -> float:
-    """Return what the better choice has more of."""
+    """Return the metric with a sign such that larger is better."""
     value = number(point, by) or 0.0
     return -value if by == "loss" else value
 
 
 def frontier(run: ReportedRun, series: int, *, alone: bool) -> PageSection | None:
-    """Return quality against cost for every size, and controls that walk along it."""
+    """Return charts of quality against cost for all sizes, with a slider."""
     sizes = Sizes.of(run.frontier)
     if sizes is None:
         return None
@@ -174,13 +176,13 @@ def frontier(run: ReportedRun, series: int, *, alone: bool) -> PageSection | Non
                 "cost": {axis: number(point, axis) for axis in sizes.axes},
                 "merit": merits.index(_merit(point, sizes.by)),
                 "name": sizes.name(point),
-                "facts": sizes.told(point),
+                "facts": sizes.texts(point),
                 "ranks": [chosen.get(name, 0) for name in layers],
             }
             for point, chosen in zip(sizes.points, ranks, strict=True)
         ],
     }
-    rows = [[sizes.name(point), *sizes.told(point)] for point in sizes.points]
+    rows = [[sizes.name(point), *sizes.texts(point)] for point in sizes.points]
     body = tag(
         "div",
         _controls(sizes, series),
@@ -196,13 +198,13 @@ def frontier(run: ReportedRun, series: int, *, alone: bool) -> PageSection | Non
 
 @dataclass(frozen=True)
 class _Chart:
-    """Quality against one cost: a line along what is best by this cost, dots for the others."""
+    """Chart of quality against one cost: a line of the best sizes, dots for the others."""
 
     axis: str
     line: list[dict[str, Any]]
     others: list[dict[str, Any]]
     places: list[int]
-    """Which of the chart's dots each size is."""
+    """Index of the dot of each size in the chart."""
 
     @classmethod
     def of(cls, sizes: Sizes, axis: str) -> _Chart:
@@ -219,7 +221,9 @@ class _Chart:
             for point in points:
                 x, y = number(point, self.axis), number(point, sizes.metric)
                 if x is not None and x > 0 and y is not None:
-                    facts = zip((fact.name for fact in sizes.facts), sizes.told(point), strict=True)
+                    facts = zip(
+                        (fact.name for fact in sizes.facts), sizes.texts(point), strict=True
+                    )
                     shown = name or capital(sizes.name(point))
                     found.append(Dot(shown, x, y, series, list(facts), name is not None, scale))
             return found
@@ -238,7 +242,7 @@ class _Chart:
 
 
 def _controls(sizes: Sizes, series: int) -> Markup:
-    """Return the slider and what it moves; hidden until the script is there to move it."""
+    """Return the slider and the facts that it changes; hidden without the script."""
     slider, group = f"budget-{series}", f"budget-in-{series}"
     choices = []
     for axis in sizes.axes:
@@ -247,7 +251,7 @@ def _controls(sizes: Sizes, series: int) -> Markup:
         choices.append(tag("label", button, SIZES[axis]))
     facts = [
         tag("div", tag("dt", capital(fact.name)), tag("dd", text))
-        for fact, text in zip(sizes.facts, sizes.told(sizes.points[-1]), strict=True)
+        for fact, text in zip(sizes.facts, sizes.texts(sizes.points[-1]), strict=True)
     ]
     by = next(fact.name for fact in sizes.facts if fact.key == sizes.by)
     best = f"{'highest' if sizes.by == 'accuracy' else 'lowest'} {by}"

@@ -1,4 +1,4 @@
-"""The layers of one run: their ranks over training and at the end, and what they cost."""
+"""Layers of one run: ranks over training and at the end, and costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from maestro_lod.text import Markup, joined, tag
 
 
 def ranks(run: ReportedRun, series: int, *, alone: bool) -> PageSection | None:
-    """Return each layer's rank: over training as a heat map, at the end beside the full rank."""
+    """Return the ranks of all layers: a heat map over training, and the final values."""
     if not run.low_rank:
         return None
     full, final = run.full_ranks, run.final_ranks
@@ -22,7 +22,7 @@ def ranks(run: ReportedRun, series: int, *, alone: bool) -> PageSection | None:
         name: _strip([ranks.get(name) for ranks in run.ranks], full[name]) for name in run.layers
     }
     body = tag("div", rank_table(final, full, series, strips), class_="box")
-    remark = "Over training: the stronger the colour, the closer to full rank."
+    remark = "Over training: a stronger colour is closer to full rank."
     if not run.finished:
         remark += " Until the run is finished, full rank means the largest rank seen."
     return about(run, series, alone, "Ranks", joined(body, note(remark)))
@@ -34,7 +34,7 @@ def rank_table(
     series: int,
     strips: Mapping[str, Markup] | None = None,
 ) -> Markup:
-    """Return layers as rows with a bar from zero to full rank, and a strip where there is one."""
+    """Return a table of ranks with a bar from zero to full rank, and a strip if there is one."""
     names = list(strips or final)
     rows = []
     for name in names:
@@ -59,7 +59,7 @@ def rank_table(
 
 
 def _strip(history: Sequence[float | None], full: float) -> Markup:
-    """Draw a layer's row of the heat map; epochs of equal rank are one piece."""
+    """Draw the row of a layer in the heat map; epochs of equal rank share a rectangle."""
     pieces, start = [], 0
     for rank, epochs in groupby(history):
         width = len(list(epochs))

@@ -1,4 +1,4 @@
-"""What is read first and last: cards, the comparison of runs, settings and environment."""
+"""Overview of runs: notices, cards, comparison, settings and environment."""
 
 from __future__ import annotations
 
@@ -20,58 +20,55 @@ from maestro_lod.cli.report.parts import (
 )
 from maestro_lod.cli.report.runs import METRICS, ReportedRun, SplitScore, number
 from maestro_lod.cli.report.text import duration, of_dense, plain, quantity, times
-from maestro_lod.model.plot import colour
 from maestro_lod.text import Markup, joined, tag
 
 
 def notices(run: ReportedRun, *, alone: bool) -> Iterator[Markup]:
-    """Say what should be known before the numbers: an unfinished run, a model that did not shrink.
+    """Yield notices: that a run is unfinished, and the last note of its training.
 
-    Whatever the training had to say last is told, unless a later epoch has proven it wrong.
+    A note of an earlier epoch than the last is shown for unfinished runs only.
     """
     if unfinished := _status(run, alone=alone):
         yield unfinished
-    said = [(place, epoch.note) for place, epoch in enumerate(run.epochs) if epoch.note]
-    if said and (said[-1][0] == len(run.epochs) - 1 or not run.finished):
+    notes = [(place, epoch.note) for place, epoch in enumerate(run.epochs) if epoch.note]
+    if notes and (notes[-1][0] == len(run.epochs) - 1 or not run.finished):
         subject = "" if alone else f"{run.name}: "
-        yield tag("p", tag("b", "Note."), " ", capital(f"{subject}{said[-1][1]}"), class_="notice")
+        yield tag("p", tag("b", "Note."), " ", capital(f"{subject}{notes[-1][1]}"), class_="notice")
 
 
 def _status(run: ReportedRun, *, alone: bool) -> Markup | None:
-    """Say that a run is unfinished, and what its numbers are then."""
+    """Return the notice of an unfinished run; None for a finished one."""
     if run.finished:
         return None
     planned = number(run.config, "epochs")
     of = "" if planned is None else f" of {planned:g}"
     if run.epochs:
-        text = f"{len(run.epochs)}{of} epochs are done; the numbers are those of the last one."
+        text = f"{len(run.epochs)}{of} epochs are finished; the numbers are those of the last one."
     else:
-        text = "No epoch is done yet, so there are no numbers."
+        text = "No epoch is finished, so there are no numbers yet."
     subject = "Unfinished." if alone else f"{run.name} is unfinished."
     return tag("p", tag("b", subject), " ", text, class_="notice")
 
 
-def headline(runs: Sequence[ReportedRun]) -> Markup | None:
-    """Return the cards: one per number of one run, or one per run."""
-    if len(runs) == 1:
-        cards = list(_number_cards(runs[0]))
-        return tag("div", *cards, class_="cards") if cards else None
-    return tag("div", *(_run_card(run, i) for i, run in enumerate(runs)), class_="cards runs")
+def key_figures(run: ReportedRun) -> Markup | None:
+    """Return one card per key figure of a run; None if it has none yet."""
+    cards = list(_cards(run))
+    return tag("div", *cards, class_="cards") if cards else None
 
 
-def _number_cards(run: ReportedRun) -> Iterator[Markup]:
+def _cards(run: ReportedRun) -> Iterator[Markup]:
     if score := run.score():
         others = [run.score_on(score.split, m) for m in METRICS if m != score.metric]
-        beside = ", ".join(f"{named(s.metric)} {show(s.metric)(s.value)}" for s in others if s)
+        others_text = ", ".join(f"{named(s.metric)} {show(s.metric)(s.value)}" for s in others if s)
         name = capital(f"{score.split} {named(score.metric)}")
-        yield _card(name, show(score.metric)(score.value), beside)
+        yield _card(name, show(score.metric)(score.value), others_text)
     for kind, name in SIZES.items():
         size = run.size(kind)
         if size.value is not None:
-            beside = (
+            share = (
                 "" if size.relative is None else f"{times(size.relative)} of {quantity(size.dense)}"
             )
-            yield _card(capital(name), quantity(size.value), beside, size.relative)
+            yield _card(capital(name), quantity(size.value), share, size.relative)
     if run.low_rank:
         total, full = sum(run.final_ranks.values()), sum(run.full_ranks.values())
         yield _card("Total rank", plain(total), f"of {plain(full)}", total / full if full else None)
@@ -84,45 +81,19 @@ def _number_cards(run: ReportedRun) -> Iterator[Markup]:
         yield _card("Training time", duration(run.seconds), f"{count} epoch{'s' * (count != 1)}")
 
 
-def _card(name: str, value: str, beside: str, share: float | None = None) -> Markup:
+def _card(name: str, value: str, remark: str, share: float | None = None) -> Markup:
     return tag(
         "div",
         tag("p", name, class_="name"),
         tag("p", value, class_="value"),
         None if share is None else bar(share),
-        tag("p", beside),
+        tag("p", remark),
         class_="card s0",
     )
 
 
-def _run_card(run: ReportedRun, series: int) -> Markup:
-    score = run.score()
-    facts = [
-        (name, of_dense(size.value, size.relative), size.relative)
-        for kind, name in SIZES.items()
-        if (size := run.size(kind)).value is not None
-    ]
-    training = number(run.ledger, "relative_macs")
-    if training is not None:
-        facts.append(("training MACs", times(training), training))
-    return tag(
-        "div",
-        tag("p", run_label(run, series), class_="name"),
-        tag("p", show(score.metric)(score.value) if score else "–", class_="value"),
-        tag("p", f"{score.split} {named(score.metric)}" if score else "no epoch is done"),
-        tag(
-            "dl",
-            *(
-                tag("div", tag("dt", name), tag("dd", text), None if share is None else bar(share))
-                for name, text, share in facts
-            ),
-        ),
-        class_=f"card {colour(series)}",
-    )
-
-
 def comparison(runs: Sequence[ReportedRun]) -> PageSection:
-    """Return the runs as rows of one table."""
+    """Return a table with one row per run."""
     metrics = [metric for metric in METRICS if any(run.score(metric) for run in runs)]
     header = ["run", *map(named, metrics), *SIZES.values(), "total rank", "epochs", "time"]
     rows = []
@@ -138,7 +109,7 @@ def comparison(runs: Sequence[ReportedRun]) -> PageSection:
                 duration(run.seconds),
             ]
         )
-    remark = "Scores are on test data unless marked; × is relative to the dense model."
+    remark = "Scores are on test data unless marked. × is relative to the dense model."
     return PageSection(
         "comparison", "Comparison", joined(table("Runs", header, rows), note(remark))
     )
@@ -152,21 +123,21 @@ def _score_cell(score: SplitScore | None) -> str:
 
 
 def settings(runs: Sequence[ReportedRun]) -> PageSection | None:
-    """Return all settings."""
-    return _facts("Settings", "As used by the run", runs, [run.config for run in runs])
+    """Return the settings of the runs."""
+    return _facts("Settings", "Settings of the run", runs, [run.config for run in runs])
 
 
 def environment(runs: Sequence[ReportedRun]) -> PageSection | None:
-    """Return where the runs ran."""
+    """Return the versions and machines of the runs."""
     return _facts(
-        "Environment", "Where the run took place", runs, [run.environment for run in runs]
+        "Environment", "Versions and machine of the run", runs, [run.environment for run in runs]
     )
 
 
 def _facts(
     title: str, caption: str, runs: Sequence[ReportedRun], facts: Sequence[Mapping[str, Any]]
 ) -> PageSection | None:
-    """Return facts about the runs as tables; what differs between runs comes first."""
+    """Return tables of nested values of each run; values that differ between runs come first."""
     flat = [dict(_flat(each)) for each in facts]
     values = {key: [each.get(key, "–") for each in flat] for each in flat for key in each}
     if not values:
@@ -184,7 +155,7 @@ def _facts(
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield nested facts as dotted names and texts."""
+    """Yield nested values as dotted names and texts."""
     for key, value in facts.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")

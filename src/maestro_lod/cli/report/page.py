@@ -1,4 +1,4 @@
-"""The page: its parts in order, with style and script inside."""
+"""Page of the report: its sections, style and script in one file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maestro_lod.cli.report.charts import badge
 from maestro_lod.cli.report.curves import cost, curves, other_curves, planes
 from maestro_lod.cli.report.frontier import frontier
 from maestro_lod.cli.report.layers import layers, ranks
-from maestro_lod.cli.report.overview import comparison, environment, headline, notices, settings
+from maestro_lod.cli.report.overview import comparison, environment, key_figures, notices, settings
 from maestro_lod.cli.report.parts import PageSection
 from maestro_lod.cli.report.runs import ReportedRun
 from maestro_lod.text import Markup, tag
@@ -24,29 +24,34 @@ _ICON = (
 
 
 def page(runs: Sequence[ReportedRun]) -> str:
-    """Return the whole page about runs as HTML."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    """Return the page about some runs as HTML."""
+    alone = len(runs) == 1
+    title = runs[0].name if alone else f"{len(runs)} runs"
     sections = _sections(runs)
     return document(
         title,
         above=[
             _subtitle(runs),
-            *(part for run in runs for part in notices(run, alone=len(runs) == 1)),
+            *(part for run in runs for part in notices(run, alone=alone)),
         ],
-        content=[headline(runs), _links(runs, sections), *map(section_of, sections)],
+        content=[
+            key_figures(runs[0]) if alone else None,
+            _links(runs, sections),
+            *map(section_of, sections),
+        ],
     )
 
 
 def document(
     title: str, *, above: Sequence[Markup | None], content: Sequence[Markup | None]
 ) -> str:
-    """Return a page that needs nothing else; `above` comes with the title."""
+    """Return a self-contained page; `above` follows the title."""
     script = _resource("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        # nothing is fetched, and no script but ours runs, whatever a file may have said
+        # nothing is loaded and no other script runs, whatever the files contain
         tag(
             "meta",
             http_equiv="Content-Security-Policy",
@@ -80,7 +85,7 @@ def _sections(runs: Sequence[ReportedRun]) -> list[PageSection]:
 
 
 def _links(runs: Sequence[ReportedRun], sections: Sequence[PageSection]) -> Markup:
-    """Return links to the sections; those of one run among several have one link together."""
+    """Return links to the sections; the sections of one run among several share a link."""
     links = []
     for series, group in groupby(sections, key=lambda section: section.series):
         found = list(group)
@@ -92,7 +97,7 @@ def _links(runs: Sequence[ReportedRun], sections: Sequence[PageSection]) -> Mark
 
 
 def section_of(section: PageSection) -> Markup:
-    """Return a section under its heading."""
+    """Return a section with its heading."""
     mark = None if section.series is None else badge(section.series)
     heading = tag("h2", mark, section.title, id=section.id)
     return tag("section", heading, section.body, aria_labelledby=section.id)
@@ -100,7 +105,7 @@ def section_of(section: PageSection) -> Markup:
 
 def _subtitle(runs: Sequence[ReportedRun]) -> Markup | None:
     if len(runs) > 1:
-        return tag("p", "Side by side: ", ", ".join(run.name for run in runs), class_="lead")
+        return tag("p", "Comparison of ", ", ".join(run.name for run in runs), class_="lead")
     description = runs[0].config.get("description")
     return tag("p", str(description), class_="lead") if description else None
 

@@ -1,4 +1,4 @@
-"""What several sections are made of: names of numbers, bars, tables, grids of charts."""
+"""Building blocks of sections: names, bars, tables and grids of charts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from maestro_lod.model.plot import Format
 from maestro_lod.text import Markup, joined, tag
 
 SIZES = {"params": "parameters", "macs": "MACs"}
-"""What a model is measured by."""
+"""Names of the sizes of a model."""
 
 _NAMES = {"bleu": "BLEU", "lr": "learning rate", "penalty": "penalty λ", "macs": "MACs"}
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of the page under a heading; `series` marks the run that it is about."""
+    """Section of the page; `series` is the run that it describes, if it is a single one."""
 
     id: str
     title: str
@@ -28,7 +28,7 @@ class PageSection:
 
 
 def about(run: ReportedRun, series: int, alone: bool, title: str, body: Markup) -> PageSection:
-    """Return a section about one run, which says so unless it is alone."""
+    """Return a section about one run; its title names the run unless it is the only one."""
     name = f"{title.lower().replace(' ', '-')}-{series}"
     if alone:
         return PageSection(name, title, body)
@@ -36,38 +36,38 @@ def about(run: ReportedRun, series: int, alone: bool, title: str, body: Markup) 
 
 
 def named(key: str) -> str:
-    """Return a key of a file as words."""
+    """Return the readable name of a key."""
     return _NAMES.get(key, key.replace("_", " "))
 
 
 def capital(text: str) -> str:
-    """Return a text as the start of a line."""
+    """Return a text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 def show(metric: str) -> Format:
-    """Return how to write a value of a metric."""
+    """Return the function that formats values of a metric."""
     return percent if metric.endswith("accuracy") else plain
 
 
 def tick(metric: str) -> Format:
-    """Return how to write a value of a metric beside an axis."""
+    """Return the function that formats labels of an axis of a metric."""
     return percent_tick if metric.endswith("accuracy") else plain
 
 
 def run_label(run: ReportedRun, series: int) -> Markup:
-    """Return a run's mark and name."""
+    """Return the mark and the name of a run."""
     return joined(badge(series), breakable(run.name))
 
 
 def breakable(name: str) -> Markup:
-    """Let a dotted name wrap after its dots."""
+    """Return a dotted name that can wrap after its dots."""
     first, *rest = name.split(".")
     return joined(first, *(joined(".", tag("wbr"), part) for part in rest))
 
 
 def bar(share: float) -> Markup:
-    """Draw a share of a whole; the number itself stands beside it."""
+    """Draw a share of a whole; screen readers skip it, because its number is in the text."""
     width = f"width:{100 * min(max(share, 0.0), 1.0):.1f}%"
     return tag("div", tag("div", style=width), class_="bar", aria_hidden="true")
 
@@ -78,7 +78,7 @@ def note(text: str) -> Markup:
 
 
 def grid(charts: Sequence[Markup | None], runs: Sequence[ReportedRun] = ()) -> Markup | None:
-    """Put charts side by side under a legend of several runs; None if there is no chart."""
+    """Return charts in a grid, with a legend if there are several runs; None without charts."""
     drawn = [chart for chart in charts if chart is not None]
     if not drawn:
         return None
@@ -97,7 +97,7 @@ def table(
     *,
     texts: bool = False,
 ) -> Markup:
-    """Return a table in a box of its own, which scrolls where the page is too narrow."""
+    """Return a table that scrolls if the page is too narrow."""
 
     def row(cells: Sequence[str]) -> Markup:
         first, *rest = cells
@@ -115,6 +115,6 @@ def table(
 
 
 def scrolling(content: Markup, name: str, *, tall: bool) -> Markup:
-    """Put something in a box that scrolls sideways, and up and down if it is tall."""
+    """Return content in a box that scrolls sideways, and vertically if it is tall."""
     kind = "box tall" if tall else "box"
     return tag("div", content, class_=kind, tabindex=0, role="region", aria_label=name)

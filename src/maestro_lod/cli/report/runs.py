@@ -1,4 +1,4 @@
-"""Run directories, read into memory as they are, finished or not."""
+"""Reader of run directories for the report, finished or not."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from maestro_lod.files.json_files import parse_json, read_json_file, read_limite
 from maestro_lod.train.progress import EpochRecord
 
 METRICS = ("bleu", "accuracy", "perplexity", "loss")
-"""What a model is judged by: the first that was measured is the headline."""
+"""Metrics of a model; the first one that was measured is the headline."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters or MACs of a model, absolute and relative to its dense form."""
+    """Parameters or MACs of a model, absolute and relative to the dense model."""
 
     value: float | None
     relative: float | None
@@ -34,7 +34,7 @@ class Size:
 
 @dataclass(frozen=True)
 class SplitScore:
-    """How well a model does, and on which data: test, validation or train."""
+    """Value of a metric on a split: test, validation or train."""
 
     metric: str
     value: float
@@ -43,7 +43,7 @@ class SplitScore:
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What one run directory says."""
+    """Contents of one run directory."""
 
     name: str
     config: dict[str, Any]
@@ -51,9 +51,9 @@ class ReportedRun:
     epochs: list[EpochRecord]
     """One record per finished epoch, in order."""
     result: dict[str, Any]
-    """Empty until the run is finished."""
+    """Empty while the run is unfinished."""
     frontier: dict[str, Any]
-    """Empty if no frontier was made."""
+    """Empty if no frontier was searched."""
 
     @property
     def finished(self) -> bool:
@@ -65,17 +65,17 @@ class ReportedRun:
 
     @cached_property
     def ranks(self) -> list[dict[str, float]]:
-        """The rank of each layer after each epoch."""
+        """Rank of each layer after each epoch."""
         return [numbers(dict(epoch.ranks)) for epoch in self.epochs]
 
     @cached_property
     def layers(self) -> list[str]:
-        """The low-rank layers, in the model's order."""
+        """Low-rank layers, in the order of the model."""
         return list(dict.fromkeys(name for ranks in self.ranks for name in ranks))
 
     @cached_property
     def full_ranks(self) -> dict[str, float]:
-        """Each layer's full rank; the largest rank seen until the run is finished."""
+        """Full rank of each layer; for unfinished runs the largest rank so far."""
         seen = {name: max(ranks.get(name, 0.0) for ranks in self.ranks) for name in self.layers}
         return seen | numbers(self.result.get("full_ranks"))
 
@@ -85,7 +85,7 @@ class ReportedRun:
 
     @property
     def ledger(self) -> dict[str, Any]:
-        """What training cost, relative to training the dense model."""
+        """Cost of the training, relative to training the dense model."""
         return mapping(self.result.get("ledger"))
 
     @property
@@ -104,7 +104,7 @@ class ReportedRun:
         return sum(known) / len(known) if known else None
 
     def size(self, kind: str) -> Size:
-        """Return "params" or "macs" of the model, with layers dense where that is cheaper."""
+        """Return "params" or "macs" of the model, each layer in its cheaper form."""
         cost = mapping(self.result.get("summary"))
         value, dense = number(cost, f"fused_{kind}"), number(cost, f"dense_{kind}")
         if value is not None and dense:
@@ -113,7 +113,7 @@ class ReportedRun:
         return Size(number(last, kind), number(last, f"relative_{kind}"))
 
     def score_on(self, split: str, metric: str) -> SplitScore | None:
-        """Return a score on one kind of data: the final one, or else that of the last epoch."""
+        """Return the final score on a split, or else that of the last epoch."""
         value = number(mapping(self.result.get(split)), metric)
         if value is None and self.epochs:
             last = self.epochs[-1]
@@ -122,7 +122,7 @@ class ReportedRun:
         return None if value is None else SplitScore(metric, value, split)
 
     def score(self, metric: str | None = None) -> SplitScore | None:
-        """Return the score on the best data there is; without a metric, the headline."""
+        """Return the score on test, validation or training data, the first that has one."""
         for split in ("test", "validation", "train"):
             for name in METRICS if metric is None else (metric,):
                 if score := self.score_on(split, name):
@@ -131,30 +131,30 @@ class ReportedRun:
 
 
 def read_runs(paths: Sequence[Path]) -> list[ReportedRun]:
-    """Read run directories, or raise one error that says which file cannot be used and why."""
+    """Read run directories; raise CheckpointError with the file that cannot be used and why."""
     places = list(dict.fromkeys(Path(path).resolve() for path in paths))
     if not places:
-        raise OptionError("There is nothing to report: give at least one run directory.")
+        raise OptionError("no run directory was given. Give at least one.")
     return [_read(path, name) for path, name in zip(places, _names(places), strict=True)]
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Return a value that should be a mapping, or an empty one."""
+    """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def records(value: Any) -> list[dict[str, Any]]:
-    """Return the mappings in a value that should be a list of them."""
+    """Return the mappings in a list; other values have none."""
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """Return a number from a record, or None if it is no number or none that can be drawn."""
+    """Return a number of a record; None if it is missing or cannot be drawn."""
     return drawable(record.get(key))
 
 
 def drawable(value: Any) -> float | None:
-    """Return a value that is a number and neither too large nor too small to be drawn."""
+    """Return a number that can be drawn, 0.0 for tiny ones; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if abs(value) < 1e-100:
@@ -163,7 +163,7 @@ def drawable(value: Any) -> float | None:
 
 
 def numbers(value: Any) -> dict[str, float]:
-    """Return the numbers of a value that should be a mapping from names to numbers."""
+    """Return the numbers in a mapping; other values have none."""
     known = {name: number(mapping(value), name) for name in mapping(value)}
     return {name: entry for name, entry in known.items() if entry is not None}
 
@@ -174,7 +174,7 @@ def ranks_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Name each run by its directory, with as many parents as tell the runs apart."""
+    """Name each run by its directory, with the parents that make the names unique."""
     names: list[str] = []
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -186,7 +186,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _read(path: Path, name: str) -> ReportedRun:
     config = path / "config.yaml"
     if not config.is_file():
-        raise CheckpointError(f"{path} is no run: {_what_is_there(path)}")
+        raise CheckpointError(f"{path} is not a run directory: {_why_not_a_run(path)}")
     require_no_link_out(path)
     try:
         settings = settings_in(config)
@@ -202,18 +202,18 @@ def _read(path: Path, name: str) -> ReportedRun:
     )
 
 
-def _what_is_there(path: Path) -> str:
+def _why_not_a_run(path: Path) -> str:
     if not path.is_dir():
         siblings = [entry.name for entry in path.parent.glob("*/")]
         return f"there is no such directory.{suggest(path.name, siblings)}"
     runs = sorted(str(config.parent) for config in path.glob("*/config.yaml"))
     if runs:
-        return f"it holds runs. Give these: {listed(runs)}."
+        return f"it contains runs. Give these: {listed(runs)}."
     return "it has no config.yaml. Give a directory that `lod train` has written."
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a file that is not there is an empty one."""
+    """Read a JSON object; a missing file counts as an empty one."""
     if not path.is_file():
         return {}
     try:
@@ -226,7 +226,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_epochs(path: Path) -> list[EpochRecord]:
     if not path.is_file():
         return []
-    # a resumed run may have written an epoch twice: the later one went on
+    # a resumed run may have written an epoch twice: the later record is valid
     by_number = {record.epoch: record for record in _records(path)}
     return [by_number[number] for number in sorted(by_number)]
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them; a number that is not known is a dash."""
+"""Numbers as readable text; an unknown number is a dash."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _SPACE = "\N{NO-BREAK SPACE}"  # a number and its unit stay on one line
 
 
 def plain(value: float | None) -> str:
-    """Four significant digits: 0.3142, 1e-5, 12.3 k."""
+    """Return four significant digits: 0.3142, 1e-5, 12.3 k."""
     if value is None:
         return "–"
     if abs(value) >= 9999.5:
@@ -16,7 +16,7 @@ def plain(value: float | None) -> str:
 
 
 def quantity(value: float | None, unit: str = "") -> str:
-    """Three significant digits with a decimal prefix: 66.3 k, 1.82 G."""
+    """Return three significant digits with a decimal prefix: 66.3 k, 1.82 G."""
     if value is None:
         return "–"
     for size, prefix in _PREFIXES:
@@ -26,29 +26,29 @@ def quantity(value: float | None, unit: str = "") -> str:
 
 
 def times(value: float | None) -> str:
-    """A share of the dense model: 0.23×, 0.012×."""
+    """Return a share of the dense model: 0.23×, 0.012×."""
     if value is None:
         return "–"
     return f"{value:.2f}×" if value >= 0.095 else f"{value:.2g}×"
 
 
 def of_dense(value: float | None, relative: float | None) -> str:
-    """A cost and its share of the dense model's: 66.3 k · 0.23×."""
+    """Return a cost and its share of that of the dense model: 66.3 k · 0.23×."""
     return quantity(value) if relative is None else f"{quantity(value)} · {times(relative)}"
 
 
 def percent(value: float | None) -> str:
-    """A share as a percentage: 98.91 %."""
+    """Return a share as a percentage: 98.91 %."""
     return "–" if value is None else f"{100 * value:.2f}{_SPACE}%"
 
 
 def percent_tick(value: float) -> str:
-    """A percentage beside an axis: 98.5 %."""
+    """Return a percentage as the label of an axis: 98.5 %."""
     return f"{100 * value:.4g}{_SPACE}%"
 
 
 def duration(seconds: float | None) -> str:
-    """A time in the unit that suits it: 1.7 ms, 12.3 s, 4.1 min, 2.5 h."""
+    """Return a time in a suitable unit: 1.7 ms, 12.3 s, 4.1 min, 2.5 h."""
     if seconds is None:
         return "–"
     for size, unit in ((3600.0, "h"), (60.0, "min"), (1.0, "s")):

@@ -1,0 +1,1 @@
+"""Search of the penalty λ: `lod tune`."""

@@ -61,7 +61,7 @@ def open_study(
         if settings.get(key) != saved.get(key):
             raise OptionError(
                 f"the search {name!r} in storage {place} has {key}={saved.get(key)}, not "
-                f"{settings.get(key)}. Give the same to go on with it, or another name or storage."
+                f"{settings.get(key)}. Give the same to continue it, or another name or storage."
             )
     return study
 
@@ -84,7 +84,7 @@ def _require_journal(path: Path) -> None:
     """Raise ValueError for a file that cannot be a journal, before it is locked or read."""
     if not path.exists():
         return
-    if not path.is_file() and not path.is_dir():  # which opening refuses
+    if not path.is_file() and not path.is_dir():  # opening it raises an error
         raise ValueError("it is not a regular file")
     if (size := path.stat().st_size) > _LARGEST:
         raise ValueError(f"it has {size:,} bytes, more than any journal")
@@ -157,6 +157,7 @@ def _mend(path: Path, lock: JournalFileOpenLock) -> None:
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of an error, or its type if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 

@@ -119,6 +119,7 @@ class Trial:
 
 
 def damaged(number: int, why: str) -> OptionError:
+    """Return the error for a trial that no search can have written."""
     return OptionError(
         f"trial {number} of the search is damaged ({why}). Begin another search: give another "
         "storage or name."

@@ -50,7 +50,7 @@ class Strategy(Protocol):
         """Return the settings of a trial, in the order of the objective's arguments."""
 
     def ends(self, reached: Reached) -> Status | None:
-        """Return the status with which a trial ends here; None if it goes on."""
+        """Return the status with which a trial ends here; None if it continues."""
 
     def values(self, reached: Reached) -> list[float]:
         """Return the accuracy to maximize and, in a search for trade-offs, the MACs."""
@@ -98,8 +98,8 @@ class Worker:
                     )
         except StorageInternalError as error:
             raise TrainingError(
-                f"the search's storage can no longer be used ({first_line(error)}). What was "
-                "learnt is in it: start again once it can be reached, and the search goes on."
+                f"the storage of the search cannot be used any more ({first_line(error)}). Make it "
+                "available and start the search again: it continues with all finished trials."
             ) from error
 
     def _do_one(self) -> None:

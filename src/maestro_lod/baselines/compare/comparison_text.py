@@ -1,4 +1,4 @@
-"""A comparison as text: the table for a terminal, and what follows from it in words."""
+"""Comparison as text: the table for a terminal and sentences about the results."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ if TYPE_CHECKING:
 HEADER = ("size", "method", "params", "MACs", "bytes", "latency", "training")
 
 
-def in_words(found: Comparison) -> str:
-    """Return all of a comparison for a terminal."""
+def as_text(found: Comparison) -> str:
+    """Return the comparison as text for a terminal."""
     rows = [
-        (size_of(row), row.method, *costs(found, row), score(found, row)) for row in ranked(found)
+        (size_text(row), row.method, *cost_texts(found, row), score_text(found, row))
+        for row in sorted_rows(found)
     ]
     header = (*HEADER, f"{found.split} {found.metric}")
     parts = [
-        setting(found),
-        table(header, rows, right=range(2, len(header))) if rows else "Nothing could be measured.",
-        "\n".join(winning(found, winner) for winner in found.winners),
-        best(found),
+        describe_conditions(found),
+        table(header, rows, right=range(2, len(header))) if rows else "No model could be measured.",
+        "\n".join(describe_winner(found, winner) for winner in found.winners),
+        describe_front(found),
         "\n".join(f"missing: {what}: {reason}" for what, reason in found.missing),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def setting(found: Comparison) -> str:
-    """Say in a sentence what was the same for all."""
+def describe_conditions(found: Comparison) -> str:
+    """Describe the conditions that were the same for all methods."""
     lasting = (
         f"{found.epochs} epochs each"
         if found.budget is None
@@ -46,17 +47,18 @@ def setting(found: Comparison) -> str:
     return f"{found.recipe}: {lasting}, {seeds}, {rate}."
 
 
-def ranked(found: Comparison) -> list[Row]:
-    """Return the rows: methods with a size of their own, then size by size, best first."""
+def sorted_rows(found: Comparison) -> list[Row]:
+    """Return the rows by size, best first; methods that determine their size come first."""
     return sorted(found.rows, key=lambda row: (-(row.size or 1.0), -found.order(row)))
 
 
-def size_of(row: Row) -> str:
+def size_text(row: Row) -> str:
+    """Return the requested size of a row as text."""
     return "own" if row.size is None else f"≤ {row.size:g}×"
 
 
-def costs(found: Comparison, row: Row) -> tuple[str, str, str, str, str]:
-    """Write what a model costs, and what its training did."""
+def cost_texts(found: Comparison, row: Row) -> tuple[str, str, str, str, str]:
+    """Return the costs of a model and of its training as text."""
     return (
         of_dense(row.params, row.params / found.dense["params"]),
         of_dense(row.macs, row.macs / found.dense["macs"]),
@@ -66,37 +68,37 @@ def costs(found: Comparison, row: Row) -> tuple[str, str, str, str, str]:
     )
 
 
-def score(found: Comparison, row: Row) -> str:
-    """Write mean and spread."""
+def score_text(found: Comparison, row: Row) -> str:
+    """Return mean and spread as text."""
     write = show(found.metric)
     return write(row.mean) + ("" if row.spread is None else f" ± {write(row.spread)}")
 
 
-def winning(found: Comparison, winner: Winner) -> str:
-    """Say who is best at a size, and whether that means anything."""
+def describe_winner(found: Comparison, winner: Winner) -> str:
+    """Describe the winner of a size, and whether its lead is larger than the spread."""
     write, row = show(found.metric), winner.row
 
     def apart(value: float) -> str:
         return f"{100 * value:.2f} points" if found.metric == "accuracy" else plain(value)
 
-    said = f"Up to {winner.size:g}× of dense: {row.method} ({write(row.mean)})"
+    text = f"Up to {winner.size:g}× of dense: {row.method} ({write(row.mean)})"
     if winner.second is None or winner.ahead is None:
-        return f"{said}; there is no other method of that size."
+        return f"{text}; there is no other method of that size."
     if winner.tied:
         second = f"{winner.second.method} ({write(winner.second.mean)})"
         if winner.spread is None:
-            return f"{said}, a tie with {second}."
+            return f"{text}, a tie with {second}."
         return (
-            f"{said}, a tie with {second}: {apart(winner.ahead)} apart, not more than the spread "
+            f"{text}, a tie with {second}: {apart(winner.ahead)} apart, not more than the spread "
             f"over seeds ({apart(winner.spread)})."
         )
-    said += f", ahead of {winner.second.method} by {apart(winner.ahead)}"
+    text += f", ahead of {winner.second.method} by {apart(winner.ahead)}"
     if winner.spread is None:
-        return f"{said}; with one seed nobody knows whether that is more than chance."
-    return f"{said}, more than the spread over seeds ({apart(winner.spread)})."
+        return f"{text}; one seed cannot show whether that is more than chance."
+    return f"{text}, more than the spread over seeds ({apart(winner.spread)})."
 
 
-def best(found: Comparison) -> str:
-    """Say which models none beats in both params and quality."""
+def describe_front(found: Comparison) -> str:
+    """Describe the models that no other beats in both params and quality."""
     front = [f"{row.method} {times(row.share)}" for row in found.front("params")]
     return f"Not beaten in both params and {found.metric}: {', '.join(front)}." if front else ""
