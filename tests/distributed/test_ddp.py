@@ -124,7 +124,7 @@ def assert_as_one_process(
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    "by gradients": {},
     "penalty in the loss": {"loss": True},
     "static graph": {"static_graph": True},
     "bucket views": {"gradient_as_bucket_view": True},
@@ -219,7 +219,7 @@ def message_of_other_weights() -> str:
 
 def test_a_process_with_other_weights_is_refused_at_a_shrink(pair):
     for message in pair(message_of_other_weights):
-        assert "process 1 has other weights than process 0 at 4" in message
+        assert "process 1 has other weights than process 0: 4" in message
 
 
 # -- the wrapper goes on -------------------------------------------------------------------------

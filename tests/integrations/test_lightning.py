@@ -237,7 +237,7 @@ def test_wrong_use_is_refused() -> None:
         def configure_optimizers(self) -> optim.Optimizer:
             return self.made
 
-    with pytest.raises(TrainingError, match="Create it after decompose"):
+    with pytest.raises(TrainingError, match="after decompose"):
         trainer(LoDCallback()).fit(decompose(Early()), loader())
 
     class Another(LoDCallback):
@@ -264,7 +264,7 @@ def test_wrong_use_is_refused() -> None:
     flat._accelerator_connector.strategy = ModelParallelStrategy()
     flat.callbacks[0].setup(flat, module(), "fit")
     flat.ckpt_path = "some.ckpt"
-    with pytest.raises(OptionError, match="loads shards by the shapes"):
+    with pytest.raises(OptionError, match="cannot load shards"):
         flat.callbacks[0].setup(flat, module(), "fit")
 
     class Two(Module):
@@ -284,5 +284,5 @@ def test_options_are_checked_at_once() -> None:
         LoDCallback(method=ElasticTraining)
     with pytest.raises(OptionError, match="BudgetTraining has no option 'penalty'"):
         LoDCallback(method=BudgetTraining, penalty=1e-3)
-    with pytest.raises(TrainingError, match="no LoD before training"):
+    with pytest.raises(TrainingError, match="does not exist before training"):
         _ = LoDCallback().lod

@@ -266,7 +266,7 @@ def test_names_that_are_gone_say_what_to_use_instead(name: str) -> None:
 def test_costs_are_those_of_the_deployed_model() -> None:
     model = lod.decompose(net(), ranks={"0": 3, "2": 30, "4": 2})
     example = torch.empty(1, 20)
-    ledger, summary = Ledger.of(model, example), lod.summary(model, example)
+    ledger, summary = Ledger.open_for(model, example), lod.summary(model, example)
     ranks = lod.ranks(copy.deepcopy(model))
     deployed = ledger.costs(model).at(ranks)
     assert deployed.params == summary.fused_params
@@ -287,7 +287,7 @@ def test_macs_that_no_rank_can_save_are_not_counted_as_saved() -> None:
 
     model = lod.decompose(Tagger())
     example = torch.empty(3, 1, 8)
-    ledger = Ledger.of(model, example)
+    ledger = Ledger.open_for(model, example)
     ranks = dict.fromkeys(lod.ranks(model), 1)
     assert ledger.costs(model).at(ranks).macs == 3 * (4 * 16 * (8 + 16) + 16 + 30)
     with pytest.raises(lod.MaestroError, match="too small"):

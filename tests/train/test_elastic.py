@@ -105,7 +105,7 @@ def test_every_kind_of_model_trains_and_its_submodels_with_it(kind: str, adam: b
 def test_sizes_are_spread_evenly_over_the_logarithm_of_the_cost(least: float, seed: int) -> None:
     torch.manual_seed(seed)
     model = lod.decompose(nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 50)))
-    costs = Ledger.of(model).costs(model)  # no MACs: one ladder
+    costs = Ledger.open_for(model).costs(model)  # no MACs: one ladder
     sampler = SizeSampler(model, least, seed=seed)
     sampler.build(costs)
     (ladder,) = sampler._ladders

@@ -82,10 +82,10 @@ def test_one_cycle_has_its_effect_once_per_step() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda o: lr_scheduler.ReduceLROnPlateau(o), "what will be measured"),
+        (lambda o: lr_scheduler.ReduceLROnPlateau(o), "future measurements"),
         (lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, cycle_momentum=True), "cycle_momentum=False"),
         (lambda o: lr_scheduler.StepLR(prepared()[1], 2), "another optimizer"),
-        (lambda o: "cosine", "neither a function of the step nor torch's"),
+        (lambda o: "cosine", "is not usable"),
     ],
 )
 def test_what_cannot_be_known_beforehand_is_refused_in_words(
@@ -133,5 +133,5 @@ def test_a_recipe_may_fall_from_a_warm_up(name: str) -> None:
 
 
 def test_a_warm_up_that_is_the_whole_training_is_refused() -> None:
-    with pytest.raises(OptionError, match="warmup=9 must be below all of the training's 9 steps"):
+    with pytest.raises(OptionError, match="warmup=9 must be below the 9 steps of the training"):
         cosine(9, warmup=9)
