@@ -98,6 +98,7 @@ class Run:
         data: Callable[[], Iterable[Any]] = shuffled,
         lod: dict[str, Any] | None = None,
         budget: dict[str, Any] | None = None,
+        elastic: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.model: nn.Module = net()
@@ -109,6 +110,10 @@ class Run:
         self.lod: Any = None
         if budget is not None:
             self.lod = BudgetTraining(self.model, self.optimizer, **budget)
+        elif elastic is not None:
+            self.lod = ElasticTraining(
+                self.model, self.optimizer, example=torch.empty(1, 2, 6, 6), **elastic
+            )
         elif method == "lod":
             chosen = {"penalty": 0.05, "threshold": 0.6, "seed": 3} | (lod or {})
             self.lod = LoD(self.model, self.optimizer, **chosen)
@@ -363,9 +368,8 @@ CASES: dict[str, dict[str, Any]] = {
     "LoD, a layer that vanishes": {"lod": {"threshold": 1.0}},
     "LoD, several, full pass": {"lod": {"full_pass": True, "sampling": "several"}},
     "LoD, amp": {"amp": True},
-    "a budget": {
-        "budget": {"params": 0.5, "steps": 6},
-    },
+    "a budget": {"budget": {"params": 0.5, "steps": 6}},
+    "all sizes": {"elastic": {"smallest": 0.2, "warmup_epochs": 1}, "make": adam},
 }  # fmt: skip
 
 
@@ -445,12 +449,12 @@ def test_ranks_are_removed_in_the_runs_that_are_resumed(
     assert (0 in history[1].ranks.values()) == ("vanishes" in case)
 
 
-@pytest.mark.parametrize("step", [PER_EPOCH - 1, PER_EPOCH, PER_EPOCH + 1, EPOCHS * PER_EPOCH])
-def test_a_run_goes_on_around_the_end_of_an_epoch(
-    step: int, uninterrupted: Callable[[str], Run]
+@pytest.mark.parametrize("case", ["LoD", "a budget", "all sizes"])
+@pytest.mark.parametrize("step", [*range(PER_EPOCH - 1, PER_EPOCH + 3), EPOCHS * PER_EPOCH])
+def test_a_run_goes_on_around_the_end_of_an_epoch_and_of_a_phase(
+    step: int, case: str, uninterrupted: Callable[[str], Run]
 ) -> None:
-    resumed = interrupted("LoD", [("step", step)])
-    whole = uninterrupted("LoD")
+    resumed, whole = interrupted(case, [("step", step)]), uninterrupted(case)
     assert_same(whole.state(whole.progress), resumed.state(resumed.progress), "state")
 
 
