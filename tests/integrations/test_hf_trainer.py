@@ -95,7 +95,7 @@ def last_one_whole(i: int) -> float:
     return 1.0 if i == 4 else 1 / task.ACCUMULATED
 
 
-@pytest.mark.parametrize("case", task.CASES.values(), ids=task.CASES)
+@pytest.mark.parametrize("case", task.IN_TRAINERS)
 def test_the_same_weights_as_by_hand(case: task.Case, tmp_path: Path) -> None:
     hand = task.by_hand(case, last_one_whole)
     run = trained(tmp_path, case=case)
@@ -103,7 +103,10 @@ def test_the_same_weights_as_by_hand(case: task.Case, tmp_path: Path) -> None:
     assert sum(ranks(run.model).values()) < 20
 
 
-@pytest.mark.parametrize("every", ["epoch", "2", "3"])
+@pytest.mark.parametrize(
+    "every",
+    ["2", pytest.param("epoch", marks=pytest.mark.slow), pytest.param("3", marks=pytest.mark.slow)],
+)
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
     every: str, tmp_path: Path
 ) -> None:

@@ -104,7 +104,7 @@ def precision_of(case: task.Case) -> str:
     return "64-true" if case.dtype == torch.float64 else "bf16-mixed" if case.bf16 else "32-true"
 
 
-@pytest.mark.parametrize("case", task.CASES.values(), ids=task.CASES)
+@pytest.mark.parametrize("case", task.IN_TRAINERS)
 def test_the_same_weights_as_by_hand(case: task.Case) -> None:
     hand = task.by_hand(case)
     model, callback = module(case), LoDCallback(**case.options)
@@ -135,7 +135,15 @@ def test_validation_sees_all_ranks_after_the_shrink_and_does_not_disturb() -> No
     assert seen == [*shrunk, sum(ranks(model).values())]
 
 
-@pytest.mark.parametrize("every", ["epoch", "validation", "2 batches", "5 batches"])
+@pytest.mark.parametrize(
+    "every",
+    [
+        "2 batches",
+        pytest.param("epoch", marks=pytest.mark.slow),
+        pytest.param("validation", marks=pytest.mark.slow),
+        pytest.param("5 batches", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
     every: str, tmp_path: Path
 ) -> None:

@@ -59,8 +59,8 @@ class Compressed:
         return sizes if self.distilled is None else f"{sizes}\n{self.distilled}"
 
 
-def _share(what: str, count: int, of: int) -> str:
-    return f"{count:,} of {of:,} {what} ({count / max(1, of):.2f}×)"
+def _share(unit: str, count: int, total: int) -> str:
+    return f"{count:,} of {total:,} {unit} ({count / max(1, total):.2f}×)"
 
 
 def compress(

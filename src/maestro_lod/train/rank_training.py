@@ -69,7 +69,7 @@ class RankTraining(ABC):
     Raises:
         LayerError: The model has no low-rank layers, or parameters that cannot be trained.
         OptionError: An option is invalid, or no layer could lose a rank.
-        TrainingError: The optimizer does not hold the factors, or cannot follow a shrink.
+        TrainingError: The optimizer does not hold the factors, or does not support a shrink.
     """
 
     name: ClassVar[str]

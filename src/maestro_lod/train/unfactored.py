@@ -61,7 +61,7 @@ class Unfactored:
 
     @torch.no_grad()
     def _keep_identities(self) -> None:
-        """Restore identities after weight decay, where DDP or FSDP gave them gradients."""
+        """Restore identities that weight decay has changed, as with gradients from DDP or FSDP."""
         for name in self.names:
             identity = _identity_factor(layer := self._layers[name])
             if identity.grad is not None:

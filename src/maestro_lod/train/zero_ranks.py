@@ -17,7 +17,7 @@ from maestro_lod.train.shrink import ranks_above
 def unmoved_ranks(model: nn.Module) -> dict[str, int]:
     """Return the last rank of each layer that is zero in one factor alone, if there is one.
 
-    Ranks without a singular value start so. The zero factor gets a gradient, so that such a rank is
+    Ranks without a singular value start with one zero factor, which gets a gradient: such a rank is
     not useless but untrained. Frozen layers are left out.
     """
     masks = {name: _unmoved(layer) for name, layer in low_rank_layers(model).items()}
