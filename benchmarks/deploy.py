@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import maestro_lod as lod
 from maestro_lod.baselines.models import resnet18
 from maestro_lod.cli.models.lenet import LeNet
-from maestro_lod.deploy.export import export, opened
+from maestro_lod.deploy.export import export, open_runner
 from maestro_lod.model.cost import summary
 from maestro_lod.model.inputs import ModelInputs
 from maestro_lod.sizes.latency import latency
@@ -67,7 +67,7 @@ def measured(build: Callable[[], nn.Module], x: Tensor, rounds: int, place: Path
                 "difference": done.difference,
             }
             if file != "safetensors":
-                run = opened(path)
+                run = open_runner(path)
                 runs[f"{name}, {file}"] = lambda run=run: run(ModelInputs((x,), {}))
     with torch.inference_mode():
         times = seconds(runs, rounds=rounds, repeats=3)

@@ -181,7 +181,7 @@ def counted(what: str, name: str, skip: str | None = None) -> Iterator[Count]:
     x = example(name)
     yield from both(what, summary(MODELS[name](), x))
     model = low_rank(MODELS[name](), skip=skip)
-    ledger = Ledger.of(model, x)
+    ledger = Ledger.open_for(model, x)
     ledger.epochs.append(ledger.epoch_cost(model, RankSampler(model).chances()))
     assert ledger.relative_params is not None and ledger.relative_macs is not None
     yield Count(what, "training params", ledger.relative_params)

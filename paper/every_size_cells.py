@@ -28,7 +28,7 @@ from maestro_lod.model.cost import cost_of
 from maestro_lod.model.surgery import extract
 from maestro_lod.train.consolidation import comparison_for
 from maestro_lod.train.dense import Dense
-from maestro_lod.train.evaluate import evaluate, to_evaluate
+from maestro_lod.train.evaluate import evaluate, evaluation_loss
 from maestro_lod.train.every_size import Elastic
 from maestro_lod.train.fit import fit
 from maestro_lod.train.schedule import milestones
@@ -116,7 +116,7 @@ class Cells:
             schedule=milestones(later, steps, points.factor),
         )  # fmt: skip
         assert setup.data.test is not None
-        reached = evaluate(setup.model, setup.data.test, to_evaluate(setup.loss))
+        reached = evaluate(setup.model, setup.data.test, evaluation_loss(setup.loss))
         cost = cost_of(setup.model, setup.data.example)
         return {**reached, "params": cost.params, "macs": cost.macs or 0}
 

@@ -119,7 +119,7 @@ def test_a_step_of_another_optimizer_does_not_count() -> None:
     train = LoD(model := low_rank_model(), sgd(model))
     backward(model, train)
     sgd(model).step()
-    with pytest.raises(TrainingError, match="on the optimizer that the method was given"):
+    with pytest.raises(TrainingError, match="on the method's optimizer"):
         train.end_epoch()
 
 
@@ -137,7 +137,7 @@ def test_what_was_done_before_a_resume_counts() -> None:
 
 def test_a_step_inside_a_step_is_refused() -> None:
     train = LoD(model := low_rank_model(), sgd(model))
-    with pytest.raises(TrainingError, match=r"begun already.*with train.step\(\)"), train.step():
+    with pytest.raises(TrainingError, match=r"has not ended.*with train.step\(\)"), train.step():
         backward(model, train)
     assert all(layer.active_rank == layer.rank for layer in (model[0], model[2]))
 
@@ -265,7 +265,7 @@ def test_a_result_never_holds_nan(tmp_path: Path) -> None:
 def test_a_model_that_answers_with_nan_alone_is_not_exported(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     model, example = low_rank_model(), torch.randn(4, 8)
-    with pytest.raises(LayerError, match="gives only NaN"):
+    with pytest.raises(LayerError, match="returns only NaN"):
         export(with_bias(model, float("nan")), path, example=example)
     assert not path.exists()
     export(with_bias(model, 0.0), path, example=example)

@@ -143,7 +143,11 @@ def test_every_method_sees_the_same_batches(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("narrow", ["size=1e-4"], "size=0.0001 cannot be reached by a narrower model: width 1 is"),
+        (
+            "narrow",
+            ["size=1e-4"],
+            "size=0.0001 cannot be reached by a narrower model: the smallest",
+        ),
         ("narrow", ["size=1.5"], "size=1.5 must be a share of the dense model between 0 and 1"),
         ("narrow", ["size=true"], "size=true must be a share of the dense model"),
         ("pufferfish", ["size=0.01"], "size=0.01 cannot be reached: with rank 1 in every layer"),
@@ -184,7 +188,7 @@ def test_a_size_is_given_to_all_methods_alike(name: str) -> None:
     try:
         given = settings.at_size(0.5)
     except lod.MaestroError as error:
-        assert "finds its size itself" in str(error)
+        assert "chooses the size itself" in str(error)
         assert name in ("dense", "cuttlefish", "xnor")
         return
     of_budget = name in ("lod", "elastic")

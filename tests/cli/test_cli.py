@@ -190,7 +190,7 @@ WRONG = {
     "train digits --set schedule=cosin": "is unknown. Did you mean 'cosine'?",
     "train digits --set schedule=milestones": "'schedule.epochs' is missing",
     "train digits --set optimizer.nesterov=true --set optimizer.momentum=0": "needs a momentum",
-    "train digits --set distill=true": "distill needs its teacher: set full_pass=true too",
+    "train digits --set distill=true": "distill needs the full pass as its teacher",
     "train digits --set method=dense --set penalty=0.1": "method=dense does not use penalty",
     f"{DIGITS} --set budget.params=25": "is too small: rank 1 in every layer",
     f"{DIGITS} --set budget.macs=25": "Did you mean macs='25%'?",

@@ -269,8 +269,14 @@ def test_what_is_asked_for_is_the_one_choice(changes: list[str], chosen: Any) ->
     ("changes", "message"),
     [
         (["pressure=64"], "pressure=64 is not supported any more. Set penalty"),
-        (["penalty=1e-3", "budget.params=0.2"], "budget removes ranks by itself"),
-        (["budget.params=0.2", "shrink=false"], "budget removes ranks by itself"),
+        (
+            ["penalty=1e-3", "budget.params=0.2"],
+            "budget cannot be combined with penalty or shrink=false",
+        ),
+        (
+            ["budget.params=0.2", "shrink=false"],
+            "budget cannot be combined with penalty or shrink=false",
+        ),
         (["budget.params=0.2", "budget.macs=0.2"], "budget: a budget needs either params or macs"),
         (["budget.steps=3"], "budget: a budget needs either params or macs"),
         (["budget.params=-1"], "budget: a budget of params=-1"),

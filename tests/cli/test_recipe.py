@@ -272,7 +272,7 @@ REFUSED = {
     "decompose.ranks=1.5": "decompose.ranks=1.5 must be a rank, or a share of the full rank",
     "decompose.ranks={fc1: a}": "decompose.ranks: must be a rank, or a share of the full rank",
     "loss.options={}": "there is no setting 'loss.options'. Known: name.",
-    "distill=true": "distill needs its teacher: set full_pass=true too.",
+    "distill=true": "distill needs the full pass as its teacher. Set full_pass=true.",
     "epochs": "'epochs' is not a setting. Write key=value, such as budget.params=25%.",
     "=3": "'=3' is not a setting",
     ".=3": "'.=3' is not a setting",

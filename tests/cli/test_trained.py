@@ -21,7 +21,7 @@ from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.cli.run import Run
 from maestro_lod.cli.trained import Trained
 from maestro_lod.deploy import deployment as files
-from maestro_lod.deploy.export import export, opened
+from maestro_lod.deploy.export import export, open_runner
 from maestro_lod.errors import CheckpointError, LayerError, OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import count_params
@@ -101,7 +101,7 @@ def test_a_run_is_deployed_to_every_format(
     rebuilt = lod.load(out / "model.safetensors", into=LeNet()).eval()
     assert not low_rank_layers(rebuilt)
     example = trained.example(5).normal_()
-    (answer,) = opened(out / "model.onnx")(ModelInputs.of(example))
+    (answer,) = open_runner(out / "model.onnx")(ModelInputs.of(example))
     torch.testing.assert_close(answer, rebuilt(example), rtol=1e-4, atol=1e-4)
 
 
@@ -642,7 +642,7 @@ def test_an_empty_training_set_is_refused(finished: Path) -> None:
     empty = deployment.Data(
         train=[], validation=None, test=None, example=trained.data.example, classes=10, note=""
     )
-    with pytest.raises(lod.MaestroError, match="training data is empty"):
+    with pytest.raises(lod.MaestroError, match="training data has no batch"):
         deployment.find_frontier(Trained(trained.run, trained.model, empty))
 
 

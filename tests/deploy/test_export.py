@@ -28,7 +28,7 @@ from maestro_lod.deploy.export import (
     TOLERANCE,
     Exported,
     export,
-    opened,
+    open_runner,
 )
 from maestro_lod.errors import CheckpointError, LayerError, MaestroError, OptionError
 from maestro_lod.layers import Attention
@@ -218,7 +218,7 @@ def test_pt2_files_run_in_torch_alone(made: Made) -> None:
         got = list(out.values()) if isinstance(out, dict) else [out]
         assert_same(got, outputs(made.small, args))
         made.small.train()
-        assert_same(opened(made.path("pt2"))(call), got)
+        assert_same(open_runner(made.path("pt2"))(call), got)
 
 
 def test_tensor_files_rebuild_the_model_bit_for_bit(made: Made) -> None:
@@ -290,7 +290,9 @@ def test_several_inputs_constants_and_nested_outputs(tmp_path: Path) -> None:
     for suffix in ("onnx", "pt2"):
         assert export(small, tmp_path / f"m.{suffix}", example=fixed).batch is None
         call = ModelInputs((x, scale), {"shift": shift, "twice": True})
-        assert_same(opened(tmp_path / f"m.{suffix}")(call), [y.detach(), more["twice"].detach()])
+        assert_same(
+            open_runner(tmp_path / f"m.{suffix}")(call), [y.detach(), more["twice"].detach()]
+        )
 
 
 def test_a_model_with_a_fixed_batch_is_exported_for_that(tmp_path: Path) -> None:
@@ -355,14 +357,14 @@ def test_other_quantization_is_refused(
 
 
 def broken(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """What opens a file whose outputs are changed."""
-    true = module._opened
+    """Return a function that opens a file with changed outputs."""
+    true = module._open_runner
 
-    def opened(path: Path, format: str) -> Any:
+    def open_runner(path: Path, format: str) -> Any:
         runner = true(path, format)
         return lambda call: [change(t) for t in runner(call)]
 
-    return opened
+    return open_runner
 
 
 @pytest.mark.parametrize(
@@ -381,7 +383,7 @@ def test_a_file_that_differs_is_never_there(
     path = tmp_path / "model.pt2"
     if existing:
         path.write_text("what was there")
-    monkeypatch.setattr(module, "_opened", broken(change))
+    monkeypatch.setattr(module, "_open_runner", broken(change))
     with pytest.raises(CheckpointError, match=rf"model.pt2 was not written: at batch.*{words}"):
         export(line, path, example=torch.empty(2, 8))
     assert [p.name for p in tmp_path.iterdir()] == (["model.pt2"] if existing else [])
@@ -395,7 +397,7 @@ def test_both_batch_sizes_are_verified(
     for example, wrong in ((torch.empty(4, 8), 1), (torch.empty(1, 8), 3)):
         change = lambda t, wrong=wrong: t + (len(t) == wrong)  # noqa: E731
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_opened", broken(change))
+            patch.setattr(module, "_open_runner", broken(change))
             with pytest.raises(CheckpointError, match=f"at batch size {wrong} the file"):
                 export(line, tmp_path / "model.pt2", example=example)
     assert not list(tmp_path.iterdir())
@@ -447,8 +449,8 @@ def test_half_precision_is_held_to_what_it_can_do(tmp_path: Path) -> None:
     small = lod.extract(lod.decompose(nn.Linear(16, 16), ranks=2)).to(torch.bfloat16)
     example = torch.empty(1, 16, dtype=torch.bfloat16)
     assert export(small, tmp_path / "half.pt2", example=example).weight_bytes == 2 * 80
-    assert verification.tolerance_of(small) == 8 * torch.finfo(torch.bfloat16).eps
-    assert verification.tolerance_of(small.double()) == TOLERANCE
+    assert verification.output_tolerance(small) == 8 * torch.finfo(torch.bfloat16).eps
+    assert verification.output_tolerance(small.double()) == TOLERANCE
 
 
 # -- bad input ---------------------------------------------------------------------------------
@@ -489,8 +491,8 @@ def test_without_its_packages_onnx_names_the_extra(
 def test_tensors_alone_do_not_run(tmp_path: Path, line: nn.Module) -> None:
     path = tmp_path / "m.safetensors"
     export(line, path, example=torch.empty(1, 8))
-    with pytest.raises(OptionError, match=r"does not run. Use load"):
-        opened(path)
+    with pytest.raises(OptionError, match=r"cannot be run. Use load"):
+        open_runner(path)
 
 
 def test_extra_state_is_refused(tmp_path: Path) -> None:

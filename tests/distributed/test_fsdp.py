@@ -25,6 +25,8 @@ from maestro_lod.files import tensor_file as tensors
 from tests.distributed.test_ddp import OPTIMIZERS, batch, share, small_model
 from tests.support.pair import Pair
 
+pytestmark = pytest.mark.multiprocess
+
 EPOCHS, STEPS = 5, 3
 
 
@@ -60,6 +62,8 @@ def trained(name: str, dtype: torch.dtype = torch.float64, how: str = "") -> dic
         }
         model = sharded(model, **ways.get(how, {}))
     optimizer = OPTIMIZERS[name](model.parameters())
+    if how == "zeros":  # factors need a lower rate than the dense weights before
+        optimizer.param_groups[0]["lr"] = 0.02
     options: dict[str, Any] = {"penalty": 1e-3, "threshold": 1e-4}
     if how == "proximal":
         options |= {"penalty": 0.5, "proximal": True}

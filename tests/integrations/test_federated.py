@@ -235,7 +235,7 @@ SPOILT: dict[str, tuple[Change, type[MaestroError], str]] = {
     "missing": (lambda s: s.pop("3.bias"), LayerError, "only one has 3.bias"),
     "foreign": (lambda s: s.update(x=torch.ones(1)), LayerError, "only one has x"),
     "larger": (lambda s: s.update({"5.u": torch.zeros(3, 4), "5.v": torch.zeros(4, 6)}),
-               LayerError, "has 4 ranks of 5, and the model can take 3"),
+               LayerError, "has 4 ranks of 5, and the model can have 3"),
     "unpaired": (lambda s: s.update({"3.u": torch.zeros(6, 1)}), LayerError, "1 ranks in"),
     "variance": (lambda s: s["1.running_var"].neg_(), TrainingError,
                  "negative values in 1.running_var"),
@@ -267,7 +267,7 @@ def test_a_refused_update_changes_nothing(case: str) -> None:
 def test_a_weight_that_is_not_finite_and_above_zero_changes_nothing(weight: Any) -> None:
     model = server()
     before = Snapshot.of(model)
-    with pytest.raises(OptionError, match=r"update 1 has the weight .*not above zero and finite"):
+    with pytest.raises(OptionError, match=r"update 1 has the weight .*a finite number above zero"):
         aggregate(model, [(client_state(model, FULL, i), w) for i, w in enumerate((1.0, weight))])
     before.assert_unchanged(model)
 

@@ -122,7 +122,7 @@ def test_bytes_follow_the_tier() -> None:
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(LayerError, match="no low-rank layer"):
         RankTiers(nn.Linear(4, 4))
-    with pytest.raises(TrainingError, match="did not say what they hold"):
+    with pytest.raises(TrainingError, match="did not answer the query"):
         ours = strategy()
         ours.start(DirectGrid(silent=True), ours.arrays(), num_rounds=1)
     with pytest.raises(OptionError, match=r"tier 1.5 is no share"):

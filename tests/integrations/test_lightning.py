@@ -104,7 +104,7 @@ def precision_of(case: task.Case) -> str:
     return "64-true" if case.dtype == torch.float64 else "bf16-mixed" if case.bf16 else "32-true"
 
 
-@pytest.mark.parametrize("case", task.CASES.values(), ids=task.CASES)
+@pytest.mark.parametrize("case", task.IN_TRAINERS)
 def test_the_same_weights_as_by_hand(case: task.Case) -> None:
     hand = task.by_hand(case)
     model, callback = module(case), LoDCallback(**case.options)
@@ -135,7 +135,15 @@ def test_validation_sees_all_ranks_after_the_shrink_and_does_not_disturb() -> No
     assert seen == [*shrunk, sum(ranks(model).values())]
 
 
-@pytest.mark.parametrize("every", ["epoch", "validation", "2 batches", "5 batches"])
+@pytest.mark.parametrize(
+    "every",
+    [
+        "2 batches",
+        pytest.param("epoch", marks=pytest.mark.slow),
+        pytest.param("validation", marks=pytest.mark.slow),
+        pytest.param("5 batches", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
     every: str, tmp_path: Path
 ) -> None:
@@ -237,7 +245,7 @@ def test_wrong_use_is_refused() -> None:
         def configure_optimizers(self) -> optim.Optimizer:
             return self.made
 
-    with pytest.raises(TrainingError, match="Create it after decompose"):
+    with pytest.raises(TrainingError, match="after decompose"):
         trainer(LoDCallback()).fit(decompose(Early()), loader())
 
     class Another(LoDCallback):
@@ -264,7 +272,7 @@ def test_wrong_use_is_refused() -> None:
     flat._accelerator_connector.strategy = ModelParallelStrategy()
     flat.callbacks[0].setup(flat, module(), "fit")
     flat.ckpt_path = "some.ckpt"
-    with pytest.raises(OptionError, match="loads shards by the shapes"):
+    with pytest.raises(OptionError, match="cannot load shards"):
         flat.callbacks[0].setup(flat, module(), "fit")
 
     class Two(Module):
@@ -284,5 +292,5 @@ def test_options_are_checked_at_once() -> None:
         LoDCallback(method=ElasticTraining)
     with pytest.raises(OptionError, match="BudgetTraining has no option 'penalty'"):
         LoDCallback(method=BudgetTraining, penalty=1e-3)
-    with pytest.raises(TrainingError, match="no LoD before training"):
+    with pytest.raises(TrainingError, match="does not exist before training"):
         _ = LoDCallback().lod

@@ -14,6 +14,8 @@ import torch
 from tests.support.trainer_processes import CASES, COUNT
 from tests.support.trainers import EPOCHS, by_hand
 
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
 ROOT = Path(__file__).parents[2]
 NEEDED = {
     "accelerate": "accelerate",

@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.deploy.export import opened
+from maestro_lod.deploy.export import open_runner
 from maestro_lod.layers import Experts, LowRankStack, SortedExperts, Stack, StackedProduct
 from maestro_lod.layers.experts import ROUTED, apply_stacked
 from maestro_lod.model.checkpoint import save_plain
@@ -301,7 +301,7 @@ def test_it_is_exported_as_one_graph_that_fits_any_batch_and_choice_of_experts(
     assert lod.export(experts, path, example=call(2)).batch is None
     for rows in (1, 3, 12):
         inputs = call(rows)
-        (answer,) = opened(path)(ModelInputs(inputs, {}))
+        (answer,) = open_runner(path)(ModelInputs(inputs, {}))
         torch.testing.assert_close(answer, experts(*inputs), **CLOSE)
 
 

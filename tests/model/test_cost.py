@@ -129,7 +129,9 @@ def test_training_costs_at_no_penalty_are_those_of_the_paper(
     name, model, x = paper_model
     params, macs, total_rank = COUNTS[name]
     layers = low_rank_layers(model)
-    positions = positions_of(model.eval(), x) if name == "LeNet" else Ledger.of(model, x).positions
+    positions = (
+        positions_of(model.eval(), x) if name == "LeNet" else Ledger.open_for(model, x).positions
+    )
     expected_params, expected_macs = TRAINING[name]
     per_rank = {n: sum(m.matrix_shape) * positions[n] for n, m in layers.items()}
     full = macs + sum(
@@ -140,7 +142,7 @@ def test_training_costs_at_no_penalty_are_those_of_the_paper(
         None: {},
     }
     for strategy, share in shares.items():
-        ledger = Ledger.of(model, x)
+        ledger = Ledger.open_for(model, x)
         sampled = {}
         if strategy is not None:
             sampled = lod.RankSampler(model, strategy=strategy).chances()
@@ -622,7 +624,7 @@ def test_executed_macs_of_every_kind_are_what_torch_counts(
 
 def test_the_ledger_expects_what_several_cuts_at_a_time_cost() -> None:
     model = lod.decompose(small_net(), ranks={"0": 2, "3": 2, "4": 1, "6": 4}).eval()
-    ledger = Ledger.of(model, torch.randn(4, 3, 8, 8))
+    ledger = Ledger.open_for(model, torch.randn(4, 3, 8, 8))
     sampler = lod.RankSampler(model, strategy="several", seed=1)
     layers = low_rank_layers(model)
     full = ledger.epoch_cost(model, {}).macs
@@ -643,7 +645,7 @@ def test_the_ledger_expects_what_several_cuts_at_a_time_cost() -> None:
 def test_the_ledger_expects_the_mean_over_all_samples() -> None:
     model = lod.decompose(small_net(), ranks={"0": 2, "3": 2, "4": 1, "6": 4}).eval()
     x = torch.randn(4, 3, 8, 8)
-    ledger = Ledger.of(model, x)
+    ledger = Ledger.open_for(model, x)
     sampler = lod.RankSampler(model)
     cost = ledger.epoch_cost(model, sampler.chances())
     executed = factored = 0
@@ -661,7 +663,7 @@ def test_the_ledger_expects_the_mean_over_all_samples() -> None:
 
 def test_a_full_pass_adds_all_that_a_forward_at_full_rank_does() -> None:
     model, x = lod.decompose(small_net(), skip="0"), torch.zeros(1, 3, 8, 8)
-    ledger = Ledger.of(model, x)
+    ledger = Ledger.open_for(model, x)
     one, two = (
         ledger.epoch_cost(model, {"1": [0.5, 0.5]}, full_pass=full).executed_macs
         for full in (False, True)
@@ -676,7 +678,7 @@ def test_a_full_pass_adds_all_that_a_forward_at_full_rank_does() -> None:
 
 def test_the_ledger_averages_over_epochs_at_the_ranks_in_force() -> None:
     model, x = lod.decompose(nn.Sequential(nn.Linear(8, 8, bias=False))), torch.empty(1, 8)
-    ledger = Ledger.of(model, x)
+    ledger = Ledger.open_for(model, x)
     assert ledger.relative_params is ledger.relative_macs is None
     for rank in (8, 4, 0):
         model[0].resize(rank)
@@ -689,7 +691,7 @@ def test_the_ledger_averages_over_epochs_at_the_ranks_in_force() -> None:
 
 def test_a_ledger_without_an_example_counts_parameters_alone() -> None:
     model = lod.decompose(LeNet())
-    ledger = Ledger.of(model)
+    ledger = Ledger.open_for(model)
     ledger.epochs.append(ledger.epoch_cost(model, {}))
     assert ledger.relative_params == pytest.approx(1.492, abs=5e-4)
     assert ledger.epochs[0].macs is ledger.relative_macs is ledger.relative_executed_macs is None
@@ -697,13 +699,13 @@ def test_a_ledger_without_an_example_counts_parameters_alone() -> None:
 
 def test_a_ledger_opened_on_shrunk_layers_knows_the_dense_model() -> None:
     model = lod.decompose(LeNet(), ranks=3)
-    ledger = Ledger.of(model, torch.empty(1, 1, 28, 28))
+    ledger = Ledger.open_for(model, torch.empty(1, 1, 28, 28))
     assert (ledger.dense_params, ledger.dense_macs) == COUNTS["LeNet"][:2]
 
 
 def test_a_ledger_is_restored_from_plain_data() -> None:
     model = lod.decompose(LeNet())
-    ledger = Ledger.of(model, torch.empty(1, 1, 28, 28))
+    ledger = Ledger.open_for(model, torch.empty(1, 1, 28, 28))
     ledger.epochs.append(ledger.epoch_cost(model, lod.RankSampler(model).chances()))
     other = Ledger(dense_params=0)
     other.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
@@ -759,7 +761,7 @@ def test_the_ledger_knows_what_the_model_would_be_deployed_as(
     build: Callable[[], nn.Module], x: Any, ranks: Any
 ) -> None:
     model = lod.decompose(build(), tied="share").eval()
-    ledger = Ledger.of(model, x)
+    ledger = Ledger.open_for(model, x)
     for layer in low_rank_layers(model).values():
         wanted = ranks if isinstance(ranks, int) else round((ranks or 1.0) * layer.full_rank)
         layer.resize(min(wanted, layer.full_rank))
@@ -776,8 +778,8 @@ def test_the_ledger_knows_what_the_model_would_be_deployed_as(
 
 def test_without_an_example_only_the_parameters_of_what_is_deployed_are_known() -> None:
     model = lod.decompose(LeNet(), ranks={"conv2": 9, "fc1": 20})
-    assert Ledger.of(model).deployed(model) == Cost(20_320, None, 4 * 20_320)
-    known = Ledger.of(model, torch.empty(1, 1, 28, 28))
+    assert Ledger.open_for(model).deployed(model) == Cost(20_320, None, 4 * 20_320)
+    known = Ledger.open_for(model, torch.empty(1, 1, 28, 28))
     assert known.deployed(model) == Cost(20_320, 200_456, 4 * 20_320)
 
 

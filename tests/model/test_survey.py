@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maestro_lod as lod
-from maestro_lod.deploy.export import opened
+from maestro_lod.deploy.export import open_runner
 from maestro_lod.layers import LowRank
 from maestro_lod.model.checkpoint import save_plain
 from maestro_lod.model.inputs import ModelInputs
@@ -229,7 +229,7 @@ def test_layers_whose_weights_are_read_through_containers_and_children_are_left_
     loaded = lod.load(tmp_path / "model.safetensors", into=expected)
     torch.testing.assert_close(loaded(x), low_rank, **CLOSE)
     lod.export(plain, tmp_path / "model.pt2", example=x)
-    (answer,) = opened(tmp_path / "model.pt2")(ModelInputs((x,), {}))
+    (answer,) = open_runner(tmp_path / "model.pt2")(ModelInputs((x,), {}))
     torch.testing.assert_close(answer, low_rank, **CLOSE)
 
 

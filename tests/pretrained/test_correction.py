@@ -152,7 +152,7 @@ def test_a_layer_that_is_used_twice_stays_as_it_was():
 
 def test_no_data_is_refused():
     teacher = nn.Linear(8, 8)
-    with pytest.raises(DataError, match="nothing to correct on"):
+    with pytest.raises(DataError, match="to correct on has no batch"):
         correct(lod.decompose(copy.deepcopy(teacher)), teacher, [])
 
 

@@ -67,7 +67,7 @@ def test_a_model_is_judged_by_its_weights_and_frozen_layers_stay() -> None:
         model[0].weight.copy_(torch.randn(30, 2) @ torch.randn(2, 30))
     lod.decompose(model)
     model[2].requires_grad_(False)
-    costs = Ledger.of(model, torch.empty(1, 30)).costs(model)
+    costs = Ledger.open_for(model, torch.empty(1, 30)).costs(model)
     assert costs.dense.macs is not None
     for kind, limit in (("params", 0.7 * costs.dense.params), ("macs", 0.7 * costs.dense.macs)):
         ranks = allocation(model, costs, kind, most=costs.dense.params).within(int(limit))

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
@@ -58,6 +59,11 @@ CASES = {
     "bf16": Case(bf16=True),
     "proximal": Case(proximal=True),
 }
+IN_TRAINERS = [
+    pytest.param(case, id=name, marks=[pytest.mark.slow] if name in ("float64", "bf16") else [])
+    for name, case in CASES.items()
+]
+"""All cases, for trainers that take seconds for each."""
 
 
 def decay(optimizer: optim.Optimizer) -> optim.lr_scheduler.LambdaLR:

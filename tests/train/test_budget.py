@@ -12,11 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import maestro_lod as lod
 from maestro_lod.errors import OptionError, TrainingError
-from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import count_params
 from maestro_lod.train.budget import Budget
-from maestro_lod.train.fit import Watch
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.progress import Progress
 
@@ -118,43 +116,6 @@ def test_a_loop_of_ones_own_lands_after_its_first_epoch_or_as_planned(planned: i
         phases.append(train.record().phase)
     assert phases == (["landed"] * 3 if planned is None else ["whole", "landed", "landed"])
     assert lod.summary(model, torch.empty(1, 20)).fused_params <= train.schedule.limit
-
-
-class Stop(Exception):
-    pass
-
-
-@pytest.mark.parametrize("step", [1, 57, 58, 59, 90])
-def test_a_run_goes_on_exactly_from_any_phase(step: int, tmp_path: Any) -> None:
-    whole, _, expected = trained({"params": 0.3}, epochs=12, momentum=0.9)
-    torch.manual_seed(0)
-    model = lod.decompose(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    example = torch.empty(1, 20)
-    train = lod.BudgetTraining(model, optimizer, params=0.3, example=example)
-
-    def save(progress: Progress) -> None:
-        if progress.step == step:
-            parts = (model, optimizer, train, progress)
-            save_state([part.state_dict() for part in parts], tmp_path / "state")
-            raise Stop
-
-    with pytest.raises(Stop):
-        lod.fit(model, data(), optimizer=optimizer, method=train, epochs=12, watch=Watch(step=save))
-    state = load_state(tmp_path / "state")
-    model = lod.decompose(net())
-    model.load_state_dict(state[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer.load_state_dict(state[1])
-    train = lod.BudgetTraining(model, optimizer, params=0.3, example=example)
-    train.load_state_dict(state[2])
-    progress = Progress.from_state(state[3])
-    lod.fit(model, data(), optimizer=optimizer, method=train, epochs=12, progress=progress)
-    for (name, one), other in zip(
-        whole.state_dict().items(), model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(one, other), name
-    assert [r.ranks for r in progress.history] == [r.ranks for r in expected.history]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +227,7 @@ def test_names_that_are_gone_say_what_to_use_instead(name: str) -> None:
 def test_costs_are_those_of_the_deployed_model() -> None:
     model = lod.decompose(net(), ranks={"0": 3, "2": 30, "4": 2})
     example = torch.empty(1, 20)
-    ledger, summary = Ledger.of(model, example), lod.summary(model, example)
+    ledger, summary = Ledger.open_for(model, example), lod.summary(model, example)
     ranks = lod.ranks(copy.deepcopy(model))
     deployed = ledger.costs(model).at(ranks)
     assert deployed.params == summary.fused_params
@@ -287,7 +248,7 @@ def test_macs_that_no_rank_can_save_are_not_counted_as_saved() -> None:
 
     model = lod.decompose(Tagger())
     example = torch.empty(3, 1, 8)
-    ledger = Ledger.of(model, example)
+    ledger = Ledger.open_for(model, example)
     ranks = dict.fromkeys(lod.ranks(model), 1)
     assert ledger.costs(model).at(ranks).macs == 3 * (4 * 16 * (8 + 16) + 16 + 30)
     with pytest.raises(lod.MaestroError, match="too small"):

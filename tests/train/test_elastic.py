@@ -17,13 +17,10 @@ import maestro_lod as lod
 from maestro_lod.cli.models.lenet import LeNet
 from maestro_lod.cli.recipe import load_recipe
 from maestro_lod.errors import OptionError
-from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import cost_of
 from maestro_lod.train.elastic import SizeSampler
-from maestro_lod.train.fit import Watch
 from maestro_lod.train.ledger import Ledger
-from maestro_lod.train.progress import Progress
 
 
 class Tagger(nn.Module):
@@ -105,7 +102,7 @@ def test_every_kind_of_model_trains_and_its_submodels_with_it(kind: str, adam: b
 def test_sizes_are_spread_evenly_over_the_logarithm_of_the_cost(least: float, seed: int) -> None:
     torch.manual_seed(seed)
     model = lod.decompose(nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 50)))
-    costs = Ledger.of(model).costs(model)  # no MACs: one ladder
+    costs = Ledger.open_for(model).costs(model)  # no MACs: one ladder
     sampler = SizeSampler(model, least, seed=seed)
     sampler.build(costs)
     (ladder,) = sampler._ladders
@@ -171,38 +168,6 @@ def test_ranks_are_in_order_once_sizes_are_trained() -> None:
     for layer in low_rank_layers(model).values():
         gram = (layer.v @ layer.v.T).detach()
         assert float((gram - gram.diag().diag()).abs().max()) < 1e-4
-
-
-class Stop(Exception):
-    pass
-
-
-@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
-@pytest.mark.parametrize("step", [3, 12, 13, 18])
-def test_a_run_goes_on_exactly(step: int, adam: bool, tmp_path: Any) -> None:
-    data = batches((6,))
-    whole, optimizer, train = made("mlp", adam=adam)
-    lod.fit(whole, data, optimizer=optimizer, method=train, epochs=10)
-    model, optimizer, train = made("mlp", adam=adam)
-
-    def save(progress: Progress) -> None:
-        if progress.step == step:
-            parts = (model, optimizer, train, progress)
-            save_state([part.state_dict() for part in parts], tmp_path / "state")
-            raise Stop
-
-    with pytest.raises(Stop):
-        lod.fit(model, data, optimizer=optimizer, method=train, epochs=10, watch=Watch(step=save))
-    state = load_state(tmp_path / "state")
-    model, optimizer, train = made("mlp", adam=adam, seed=5)
-    for part, saved in zip((model, optimizer, train), state, strict=False):
-        part.load_state_dict(saved)
-    progress = Progress.from_state(state[3])
-    lod.fit(model, data, optimizer=optimizer, method=train, epochs=10, progress=progress)
-    for (name, one), other in zip(
-        whole.state_dict().items(), model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(one, other), name
 
 
 def test_a_run_that_goes_on_for_longer_does_not_begin_alone_again() -> None:

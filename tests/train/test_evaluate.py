@@ -23,9 +23,9 @@ from maestro_lod.train.evaluate import (
     IGNORED,
     CrossEntropy,
     Score,
+    correct_predictions,
     evaluate,
     first_samples,
-    hits_of,
     recalibrate,
 )
 
@@ -269,7 +269,7 @@ def test_accuracy_is_over_what_was_classified() -> None:
     ids=["real", "no scores", "one score", "other shape", "scalar", "list", "numbers", "none"],
 )
 def test_targets_that_are_no_classes_have_no_hits(output: Any, target: Any) -> None:
-    assert hits_of(output, target) is None
+    assert correct_predictions(output, target) is None
 
 
 # -- devices and arguments ---------------------------------------------------------------------

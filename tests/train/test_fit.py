@@ -98,6 +98,7 @@ class Run:
         data: Callable[[], Iterable[Any]] = shuffled,
         lod: dict[str, Any] | None = None,
         budget: dict[str, Any] | None = None,
+        elastic: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.model: nn.Module = net()
@@ -109,6 +110,10 @@ class Run:
         self.lod: Any = None
         if budget is not None:
             self.lod = BudgetTraining(self.model, self.optimizer, **budget)
+        elif elastic is not None:
+            self.lod = ElasticTraining(
+                self.model, self.optimizer, example=torch.empty(1, 2, 6, 6), **elastic
+            )
         elif method == "lod":
             chosen = {"penalty": 0.05, "threshold": 0.6, "seed": 3} | (lod or {})
             self.lod = LoD(self.model, self.optimizer, **chosen)
@@ -363,9 +368,8 @@ CASES: dict[str, dict[str, Any]] = {
     "LoD, a layer that vanishes": {"lod": {"threshold": 1.0}},
     "LoD, several, full pass": {"lod": {"full_pass": True, "sampling": "several"}},
     "LoD, amp": {"amp": True},
-    "a budget": {
-        "budget": {"params": 0.5, "steps": 6},
-    },
+    "a budget": {"budget": {"params": 0.5, "steps": 6}},
+    "all sizes": {"elastic": {"smallest": 0.2, "warmup_epochs": 1}, "make": adam},
 }  # fmt: skip
 
 
@@ -445,12 +449,12 @@ def test_ranks_are_removed_in_the_runs_that_are_resumed(
     assert (0 in history[1].ranks.values()) == ("vanishes" in case)
 
 
-@pytest.mark.parametrize("step", [PER_EPOCH - 1, PER_EPOCH, PER_EPOCH + 1, EPOCHS * PER_EPOCH])
-def test_a_run_goes_on_around_the_end_of_an_epoch(
-    step: int, uninterrupted: Callable[[str], Run]
+@pytest.mark.parametrize("case", ["LoD", "a budget", "all sizes"])
+@pytest.mark.parametrize("step", [*range(PER_EPOCH - 1, PER_EPOCH + 3), EPOCHS * PER_EPOCH])
+def test_a_run_goes_on_around_the_end_of_an_epoch_and_of_a_phase(
+    step: int, case: str, uninterrupted: Callable[[str], Run]
 ) -> None:
-    resumed = interrupted("LoD", [("step", step)])
-    whole = uninterrupted("LoD")
+    resumed, whole = interrupted(case, [("step", step)]), uninterrupted(case)
     assert_same(whole.state(whole.progress), resumed.state(resumed.progress), "state")
 
 
@@ -963,40 +967,3 @@ def test_a_compiled_model_is_trained() -> None:
     assert progress.history[0].macs == 72 * 3
     with pytest.raises(OptionError, match="low-rank"):
         fit(compiled, held_out(), optimizer=optimizer, epochs=1)
-
-
-# -- schedules ---------------------------------------------------------------------------------
-
-
-def test_milestones_multiply_at_the_start_of_their_epochs() -> None:
-    schedule = milestones([2, 3], 10)
-    assert [schedule(step) for step in (0, 19)] == [1.0, 1.0]
-    assert [schedule(step) for step in (20, 29)] == [0.1, 0.1]
-    assert schedule(30) == schedule(1000) == 0.1**2
-    assert milestones([], 10)(99) == 1.0
-    assert milestones([1], 4, factor=0.5)(4) == 0.5
-
-
-@given(st.integers(1, 5000), st.integers(0, 20_000), st.integers(1, 1024))
-def test_vaswani_is_the_formula_of_the_paper(warmup: int, step: int, width: int) -> None:
-    s = step + 1
-    theirs = 2 * width**-0.5 * min(s**-0.5, s * warmup**-1.5)
-    ours = 2 * (width * warmup) ** -0.5 * vaswani(warmup)(step)
-    assert ours == pytest.approx(theirs, rel=1e-12)
-
-
-@given(st.integers(1, 300))
-def test_vaswani_grows_to_one_and_falls(warmup: int) -> None:
-    shares = [vaswani(warmup)(step) for step in range(2 * warmup + 2)]
-    assert shares[warmup - 1] == 1.0 == max(shares)
-    assert shares[:warmup] == [(s + 1) / warmup for s in range(warmup)]
-    assert all(a > b for a, b in zip(shares[warmup - 1 :], shares[warmup:], strict=False))
-
-
-def test_schedules_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(OptionError, match="warmup=0"):
-        vaswani(0)
-    with pytest.raises(OptionError, match=r"warmup=-3"):
-        vaswani(-3)
-    with pytest.raises(OptionError, match="steps_per_epoch=0"):
-        milestones([1], 0)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod import (
     BudgetTraining,
@@ -144,39 +143,9 @@ class Run:
         file.seek(0)
         return file
 
-    def load(self, file: io.BytesIO) -> None:
-        saved = torch.load(file, weights_only=True)
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.train.load_state_dict(saved["train"])
-
 
 def adam(model: nn.Module) -> optim.Optimizer:
     return optim.AdamW(model.parameters(), lr=0.03)
-
-
-@pytest.mark.filterwarnings("ignore:at this learning rate")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("make", [sgd, adam])
-@pytest.mark.parametrize("at", [(0, 3), (6, 0), (6, 3)], ids=["first", "end", "middle"])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(at, make, strategy):
-    options = {"sampling": strategy}
-    if strategy == "several":  # both kinds of penalty
-        options |= {"proximal": True, "penalty": 0.3}
-    whole = Run(make, **options)
-    whole.go((0, 0), at)
-    file = whole.save()
-    done = len(whole.drawn)
-    whole.go(at, (12, 0))
-    resumed = Run(make, **options)
-    resumed.load(file)
-    resumed.go(at, (12, 0))
-    assert whole.drawn[done:] == resumed.drawn
-    assert sum(ranks(whole.model).values()) < sum(RANKS.values())  # something was removed
-    assert_same(whole.model.state_dict(), resumed.model.state_dict())
-    assert_same(whole.optimizer.state_dict(), resumed.optimizer.state_dict())
-    assert_same(whole.train.state_dict(), resumed.train.state_dict())
-    assert resumed.train.epoch == 12 and len(resumed.train.history) == 12
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -194,8 +163,10 @@ def test_the_optimizer_may_be_created_before_or_after_the_model_is_loaded(before
     train.load_state_dict(saved["train"])
     for i in (2, 3):
         assert one_step(model, train, 8, i) == one_step(whole.model, whole.train, 8, i)
+    assert train.end_epoch() == whole.train.end_epoch()
     assert_same(whole.model.state_dict(), model.state_dict())
     assert_same(whole.optimizer.state_dict(), optimizer.state_dict())
+    assert_same(whole.train.state_dict(), train.state_dict())
 
 
 def test_a_state_is_a_snapshot():
@@ -273,12 +244,6 @@ def test_factors_replaced_behind_the_optimizers_back_are_refused_at_the_epochs_e
     with pytest.raises(TrainingError, match=r"3\.u"):
         train.end_epoch()
     assert train.epoch == 0 and train.history == []
-
-
-def test_lbfgs_is_refused():
-    model = low_rank_model()
-    with pytest.raises(MaestroError, match="LBFGS"):
-        LoD(model, optim.LBFGS(model.parameters()))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -497,19 +462,6 @@ def test_two_epochs_by_the_book():
     assert train.epoch == 2
     assert train.history[0] == RANKS
     assert len(train.history) == 2
-
-
-def test_an_averaged_model_shrinks_along():
-    model = low_rank_model()
-    ema = AveragedModel(model)
-    train = LoD(model, sgd(model), ema=ema)
-    one_step(model, train)
-    ema.update_parameters(model)
-    zero_tails(model, _3=2)
-    assert train.end_epoch() == {"3": 4}
-    assert ranks(ema.module) == ranks(model)
-    one_step(model, train)
-    ema.update_parameters(model)
 
 
 def test_shrink_false_never_removes_ranks():
@@ -1069,6 +1021,12 @@ def test_a_step_that_a_scaler_skips_moves_nothing(fused: bool, budget: bool) -> 
     scaler.update()
     assert_same(before, model.state_dict())
     assert not budget or train.schedule.step == 0
+    optimizer.zero_grad()
+    with train.step():  # the scale is smaller now
+        scaler.scale(model(batch(0, 0)[0]).sum()).backward()
+    scaler.step(optimizer)
+    assert any(not torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert not budget or train.schedule.step == 1
 
 
 def test_models_of_packed_sequences_train_and_are_counted() -> None:
@@ -1130,14 +1088,14 @@ def test_a_step_that_begins_and_ends_is_the_with_block():
 def test_steps_that_do_not_begin_and_end_in_turn_are_refused():
     model = low_rank_model()
     train = LoD(model, sgd(model))
-    with pytest.raises(TrainingError, match="no step has begun"):
+    with pytest.raises(TrainingError, match="without a step"):
         train.end_step()
     train.begin_step()
     for begin in (train.begin_step, lambda: one_step(model, train)):
-        with pytest.raises(TrainingError, match="has begun already"):
+        with pytest.raises(TrainingError, match="the previous step has not ended"):
             begin()
     train.end_step()
-    with pytest.raises(TrainingError, match="no step has begun"):
+    with pytest.raises(TrainingError, match="without a step"):
         train.end_step()
     one_step(model, train)
     full = LoD(model, sgd(model), full_pass=True)
@@ -1149,7 +1107,7 @@ def test_a_with_block_inside_a_begun_step_leaves_that_step_as_it_was():
     model = low_rank_model()
     train = LoD(model, sgd(model))
     drawn = train.begin_step()
-    with pytest.raises(TrainingError, match="has begun already"), train.step():
+    with pytest.raises(TrainingError, match="the previous step has not ended"), train.step():
         pass
     active = {name: layers(model)[name].active_rank for name in drawn}
     assert active == drawn

@@ -18,7 +18,7 @@ import maestro_lod as lod
 from maestro_lod.cli.recipe import load_recipe
 from maestro_lod.cli.setup import Setup
 from maestro_lod.errors import OptionError
-from maestro_lod.train.schedule import cosine, linear
+from maestro_lod.train.schedule import cosine, linear, milestones, vaswani
 
 EPOCHS, STEPS = 6, 3
 BATCHES = [(torch.ones(2, 4), torch.zeros(2, dtype=torch.long)) for _ in range(STEPS)]
@@ -82,10 +82,10 @@ def test_one_cycle_has_its_effect_once_per_step() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda o: lr_scheduler.ReduceLROnPlateau(o), "what will be measured"),
+        (lambda o: lr_scheduler.ReduceLROnPlateau(o), "future measurements"),
         (lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, cycle_momentum=True), "cycle_momentum=False"),
         (lambda o: lr_scheduler.StepLR(prepared()[1], 2), "another optimizer"),
-        (lambda o: "cosine", "neither a function of the step nor torch's"),
+        (lambda o: "cosine", "is not usable"),
     ],
 )
 def test_what_cannot_be_known_beforehand_is_refused_in_words(
@@ -133,5 +133,39 @@ def test_a_recipe_may_fall_from_a_warm_up(name: str) -> None:
 
 
 def test_a_warm_up_that_is_the_whole_training_is_refused() -> None:
-    with pytest.raises(OptionError, match="warmup=9 must be below all of the training's 9 steps"):
+    with pytest.raises(OptionError, match="warmup=9 must be below the 9 steps of the training"):
         cosine(9, warmup=9)
+
+
+def test_milestones_multiply_at_the_start_of_their_epochs() -> None:
+    schedule = milestones([2, 3], 10)
+    assert [schedule(step) for step in (0, 19)] == [1.0, 1.0]
+    assert [schedule(step) for step in (20, 29)] == [0.1, 0.1]
+    assert schedule(30) == schedule(1000) == 0.1**2
+    assert milestones([], 10)(99) == 1.0
+    assert milestones([1], 4, factor=0.5)(4) == 0.5
+
+
+@given(st.integers(1, 5000), st.integers(0, 20_000), st.integers(1, 1024))
+def test_vaswani_is_the_formula_of_the_paper(warmup: int, step: int, width: int) -> None:
+    s = step + 1
+    theirs = 2 * width**-0.5 * min(s**-0.5, s * warmup**-1.5)
+    ours = 2 * (width * warmup) ** -0.5 * vaswani(warmup)(step)
+    assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+@given(st.integers(1, 300))
+def test_vaswani_grows_to_one_and_falls(warmup: int) -> None:
+    shares = [vaswani(warmup)(step) for step in range(2 * warmup + 2)]
+    assert shares[warmup - 1] == 1.0 == max(shares)
+    assert shares[:warmup] == [(s + 1) / warmup for s in range(warmup)]
+    assert all(a > b for a, b in zip(shares[warmup - 1 :], shares[warmup:], strict=False))
+
+
+def test_schedules_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(OptionError, match="warmup=0"):
+        vaswani(0)
+    with pytest.raises(OptionError, match=r"warmup=-3"):
+        vaswani(-3)
+    with pytest.raises(OptionError, match="steps_per_epoch=0"):
+        milestones([1], 0)

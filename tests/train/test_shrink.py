@@ -458,12 +458,13 @@ def test_optimizer_state_dict_goes_round_after_a_shrink(name):
         assert torch.equal(ours, theirs)
 
 
-def test_lbfgs_is_refused(snapshot):
+@pytest.mark.parametrize("by", ["shrink", "LoD"])
+def test_lbfgs_is_refused(by, snapshot):
     model = low_rank_model()
     zero_tails(model)
-    before = snapshot(model)
+    before, optimizer = snapshot(model), optim.LBFGS(model.parameters())
     with pytest.raises(MaestroError, match="LBFGS"):
-        shrink(model, optim.LBFGS(model.parameters()), threshold=1e-9)
+        shrink(model, optimizer, threshold=1e-9) if by == "shrink" else LoD(model, optimizer)
     before.assert_unchanged(model)
 
 
@@ -489,15 +490,18 @@ def test_an_optimizer_need_not_hold_frozen_factors():
 # -- an averaged copy --------------------------------------------------------------------------
 
 
-def test_an_averaged_model_shrinks_along():
+@pytest.mark.parametrize("by", ["shrink", "LoD"])
+def test_an_averaged_model_shrinks_along(by):
     model = low_rank_model()
     optimizer = optim.SGD(model.parameters(), lr=0.05)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    train(model, optimizer, range(2))
+    lod = LoD(model, optimizer, threshold=1e-9, ema=ema)
+    with lod.step():
+        train(model, optimizer, range(2))
     ema.update_parameters(model)
     averaged = {name: f.detach().clone() for name, f, _ in factors(ema.module)}
     zero_tails(model)
-    shrink(model, optimizer, threshold=1e-9, ema=ema)
+    shrink(model, optimizer, threshold=1e-9, ema=ema) if by == "shrink" else lod.end_epoch()
     assert ranks(ema.module) == ranks(model) == KEEP
     for name, factor, dim in factors(ema.module):
         assert torch.equal(factor, averaged[name].narrow(dim, 0, KEEP[name[0]]))

@@ -13,7 +13,7 @@ from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import Cost
 from maestro_lod.model.inputs import Example
 from maestro_lod.train.method import Builder, setting
-from maestro_lod.train.size_settings import Measure, SizedSettings, narrowed
+from maestro_lod.train.size_settings import Measure, SizedSettings, build_narrower
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class NarrowSettings(SizedSettings):
                 "must take a whole number as `width`."
             )
 
-        return narrowed(builder, example, self.size, self.size_in)
+        return build_narrower(builder, example, self.size, self.size_in)
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost

@@ -23,7 +23,7 @@ from maestro_lod.train.method import RunPlan, Settings, setting
 from maestro_lod.train.size_settings import (
     Measure,
     full_rank_costs,
-    ranks_of_size,
+    ranks_within_size,
     require_share,
 )
 
@@ -64,7 +64,7 @@ class PufferfishSettings(Factorizing, Settings):
         choice = self.choice(model)
         if self.size is not None:
             costs, full = full_rank_costs(model, example, choice)
-            return ranks_of_size(costs, full, self.size, self.size_in)
+            return ranks_within_size(costs, full, self.size, self.size_in)
         given = self.decompose.ranks
         return Plan(model, **choice | {"ranks": QUARTER if given is None else given}).wanted()
 

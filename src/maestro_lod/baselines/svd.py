@@ -21,7 +21,12 @@ from maestro_lod.model.surgery import decompose
 from maestro_lod.sizes.frontier_search import frontier
 from maestro_lod.sizes.strategies import METHODS
 from maestro_lod.train.method import setting
-from maestro_lod.train.size_settings import Measure, SizedSettings, full_rank_costs, ranks_of_size
+from maestro_lod.train.size_settings import (
+    Measure,
+    SizedSettings,
+    full_rank_costs,
+    ranks_within_size,
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,8 @@ class SVDSettings(Factorizing, SizedSettings):
     ) -> SVD:
         choice = self.choice(model)
         costs, full = full_rank_costs(model, example, choice)
-        ranks_of_size(
-            costs, full, self.size, self.size_in
-        )  # raises for a size that cannot be reached
+        # raises for a size that cannot be reached
+        ranks_within_size(costs, full, self.size, self.size_in)
         return SVD(model, optimizer, settings=self, choice=choice, example=example, dense=dense)
 
 

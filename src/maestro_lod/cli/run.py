@@ -43,7 +43,7 @@ from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers.ranks import low_rank_layers, match_ranks
 from maestro_lod.model.checkpoint import load, save
 from maestro_lod.model.cost import count_params, summary
-from maestro_lod.train.evaluate import evaluate, to_evaluate
+from maestro_lod.train.evaluate import evaluate, evaluation_loss
 from maestro_lod.train.fit import FitOptions, Watch, fit
 from maestro_lod.train.method import Reshaping, total_epochs
 from maestro_lod.train.progress import EpochRecord, Progress
@@ -232,7 +232,7 @@ class Run(RunDirectory):
         model, data = setup.model, setup.data
         test: dict[str, float] = {}
         if data.test is not None:
-            test = evaluate(model, data.test, to_evaluate(setup.loss))
+            test = evaluate(model, data.test, evaluation_loss(setup.loss))
         if data.score is not None:
             test |= data.score(model)
         with self.explained():

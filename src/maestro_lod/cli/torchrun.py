@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
-from maestro_lod.distributed.collectives import sum_over, told_by
+from maestro_lod.distributed.collectives import broadcast_object, sum_over
 from maestro_lod.errors import MaestroError, OptionError, TrainingError
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ def run_in_main_process(action: Callable[[], T]) -> T:
             result = action()
         except MaestroError as error:
             problem = error
-    result, reason = told_by(0, (result, str(problem or "")), dist.group.WORLD)
+    result, reason = broadcast_object(0, (result, str(problem or "")), dist.group.WORLD)
     if problem is not None:
         raise problem
     if reason:

@@ -48,12 +48,12 @@ from maestro_lod.sizes.frontier_search import frontier
 from maestro_lod.sizes.latency import all_dense, latency
 from maestro_lod.train.evaluate import (
     SAMPLES,
+    correct_predictions,
     evaluate,
+    evaluation_loss,
     first_samples,
-    hits_of,
     mean_loss,
     recalibrate,
-    to_evaluate,
 )
 from maestro_lod.train.finetune import finetune
 from maestro_lod.train.fit import FitOptions
@@ -100,8 +100,8 @@ class Trained:
 
     @property
     def loss(self) -> Loss:
-        """Loss that evaluates sizes: that of the run, or plain cross-entropy."""
-        return to_evaluate(loss_of(self.run.recipe))
+        """The loss that evaluates sizes: the run's own, or plain cross-entropy."""
+        return evaluation_loss(loss_of(self.run.recipe))
 
 
 # -- the frontier ------------------------------------------------------------------------------
@@ -178,7 +178,9 @@ def frontier_of(trained: Trained, on_progress: OnProgress | None = None) -> Fron
 def _accuracy(model: nn.Module, batches: Any) -> float:
     device, correct, count = device_of(model), 0, 0
     for inputs, target in batches:
-        hits = hits_of(ModelInputs.of(inputs).to(device).call(model), on_device(target, device))
+        hits = correct_predictions(
+            ModelInputs.of(inputs).to(device).call(model), on_device(target, device)
+        )
         assert hits is not None
         correct, count = correct + int(hits.sum()), count + hits.numel()
         if count >= SAMPLES:
@@ -191,7 +193,7 @@ def _has_classes(model: nn.Module, batches: Sequence[tuple[Any, Any]]) -> bool:
     device, (inputs, target) = device_of(model), batches[0]
     with torch.no_grad(), in_mode(model, training=False):
         output = ModelInputs.of(inputs).to(device).call(model)
-    return hits_of(output, on_device(target, device)) is not None
+    return correct_predictions(output, on_device(target, device)) is not None
 
 
 # -- deployment --------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Deployment: exported, verified and timed files of a model."""

@@ -1,4 +1,4 @@
-"""Deployment: choose the best size within limits, and write it to files that are verified."""
+"""Deployment: choose the best size within limits, and write verified files of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from maestro_lod.deploy.export import FORMATS, Exported, export, opened
+from maestro_lod.deploy.export import FORMATS, Exported, export, open_runner
 from maestro_lod.deploy.manifest import write_manifest
 from maestro_lod.errors import LayerError, OptionError, OutputError, listed, suggest
 from maestro_lod.files.atomic import replacing_directory
@@ -29,7 +29,7 @@ from maestro_lod.sizes.latency import all_dense
 from maestro_lod.sizes.timing import ROUNDS, eager, interleaved, ratios
 from maestro_lod.text import table
 
-_NOISE = 1.05  # two timings this close are the same
+_NOISE = 1.05  # timings that differ by less are equal
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,14 @@ class Deployed:
     """One file that was written, compared with the dense model in the same format."""
 
     file: Exported
-    """Its path is the name alone, in the directory that it is deployed to."""
+    """Its path is the file name alone."""
     seconds: float
     dense_seconds: float
     dense_bytes: int
 
     @property
     def over_dense(self) -> float:
+        """The time of the file over the time of the dense model."""
         return self.seconds / self.dense_seconds
 
 
@@ -52,7 +53,7 @@ class Deployment:
     """The result of `deploy_size`: the size that was chosen, and the files."""
 
     point: Size | None
-    """The chosen size, with the costs of the form that was written; None if as it was trained."""
+    """The chosen size, with the costs of the written form; None if nothing was chosen."""
     ranks: dict[str, int]
     params: int
     macs: int
@@ -61,10 +62,10 @@ class Deployment:
     test: dict[str, float]
     dense_test: dict[str, float]
     untuned_test: dict[str, float] | None
-    """Of the size before it was fine-tuned; None if it was not."""
+    """Metrics before fine-tuning; None without it."""
     files: list[Deployed]
     left_out: dict[str, str]
-    """What was asked for and not written, by its name, and why."""
+    """The reason for each requested file that was not written."""
     batch: int
     threads: int
 
@@ -101,10 +102,10 @@ class Deployment:
             f"at batch {self.batch}, {self.threads} threads",
         ]
         for name, value in self.test.items():
-            beside = f"dense form {self.dense_test[name]:.4f}"
+            other = f"dense form {self.dense_test[name]:.4f}"
             if self.untuned_test is not None:
-                beside = f"before fine-tuning {self.untuned_test[name]:.4f}, {beside}"
-            lines.append(f"test {name} {value:.4f}  ({beside})")
+                other = f"before fine-tuning {self.untuned_test[name]:.4f}, {other}"
+            lines.append(f"test {name} {value:.4f}  ({other})")
         return "\n".join([*lines, "", table(header, rows, right=range(1, 6))])
 
 
@@ -125,9 +126,9 @@ def deploy_size(
 ) -> Deployment:
     """Write the best size within limits to files in each format, verified, tested and timed.
 
-    A file that cannot be exported or verified, takes longer than the limit or, with `prefer_speed`,
-    than the dense model, or is int8 and not smaller for it, is left out, and the result says why.
-    If none is left it is an error, and nothing is written.
+    The result lists files that are left out, with the reason: those that cannot be exported or
+    verified, that take longer than the limit or, with `prefer_speed`, than the dense model, and
+    int8 files that are not smaller. If no file is left, an error is raised and nothing is written.
 
     >>> sizes = lod.frontier(model, objective)
     >>> lod.deploy_size(model, sizes, "phone", example=x, max_macs=0.25, formats=["onnx", "pt2"])
@@ -142,16 +143,16 @@ def deploy_size(
         judge: `judge(ranks)` evaluates ranks that were rounded, which the search did not see.
         finetune: `finetune(plain)` may train the extracted model before it is written; the report
             has its metrics before and after.
-        multiple: A number to whose multiples ranks are rounded.
-        int8: Whether to write an ONNX file with weights in 8 bits too.
-        prefer_speed: Whether to multiply out layers that are slower factored, as far as the limits
-            allow. A limit on latency does so too.
-        **limits: The limits of `Frontier.pick`. They hold for what is written: rounded ranks, and
-            latency on this machine at the example's batch size. Without them the model is written
-            at its own ranks.
+        multiple: Round ranks to multiples of this number.
+        int8: Write an additional ONNX file with weights in 8 bits.
+        prefer_speed: Multiply out layers that are slower factored, as far as the limits allow. A
+            limit on latency does so too.
+        **limits: The limits of `Frontier.pick`. They hold for the written model: for rounded ranks,
+            and for the latency on this machine at the example's batch size. Without limits the
+            model is written at its stored ranks.
 
     Returns:
-        What was chosen and written, with its costs, times and metrics.
+        The chosen size and the files, with costs, times and metrics.
 
     Raises:
         OptionError: An option is not usable, no size is within the limits, or no file can be kept.
@@ -166,24 +167,24 @@ def deploy_size(
     if finetune is not None:
         untuned = test(plain)
         finetune(plain)
-    reached, of_dense = test(plain), test(dense)
+    reached, reached_dense = test(plain), test(dense)
     cost, dense_cost = cost_of(plain, example), sizes.dense if sizes else cost_of(dense, example)
-    with replacing_directory(out) as place:
-        writer = _Writer(plain, dense, place, example, limits.get("max_latency"), prefer_speed)
+    with replacing_directory(out) as directory:
+        writer = _Writer(plain, dense, directory, example, limits.get("max_latency"), prefer_speed)
         writer.write_all(formats, int8=int8)
         deployment = Deployment(
             point, ranks, cost.params, cost.macs or 0, dense_cost.params,
-            dense_cost.macs or 0, reached, of_dense, untuned, [*writer.files.values()],
+            dense_cost.macs or 0, reached, reached_dense, untuned, [*writer.files.values()],
             writer.left_out, ModelInputs.of_example(example).batch_size, torch.get_num_threads(),
         )  # fmt: skip
-        write_manifest(place, deployment.to_dict())
+        write_manifest(directory, deployment.to_dict())
     return deployment
 
 
 def require_usable(out: Path, formats: Sequence[str]) -> None:
-    """Refuse a place that is taken, and formats that are not known."""
+    """Raise OptionError if `out` is not empty, or a format is not known."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OptionError(f"{out} exists and is not empty. Give another place.")
+        raise OptionError(f"{out} exists and is not empty. Give another directory.")
     if unknown := [name for name in formats if name not in FORMATS]:
         raise OptionError(
             f"format {unknown[0]!r} is not known.{suggest(unknown[0], FORMATS)} Formats: "
@@ -193,7 +194,7 @@ def require_usable(out: Path, formats: Sequence[str]) -> None:
 
 @dataclass
 class _Writer:
-    """Writes files into a directory, and times each beside the dense model in the same format."""
+    """Writes files into a directory, and times each together with the dense model in its format."""
 
     small: nn.Module
     dense: nn.Module
@@ -205,52 +206,54 @@ class _Writer:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def write_all(self, formats: Sequence[str], *, int8: bool) -> None:
-        """Write a file in each format; raises if none of them can be kept."""
-        tell = ProgressLine("deploy")
-        wanted: list[tuple[str, Literal["int8"] | None]] = [(format_, None) for format_ in formats]
+        """Write a file in each format; raise OptionError if none can be kept."""
+        progress = ProgressLine("deploy")
+        requested: list[tuple[str, Literal["int8"] | None]] = [
+            (format_, None) for format_ in formats
+        ]
         if int8 and "onnx" in formats:
-            wanted.append(("onnx", "int8"))
-        for format_, quantize in wanted:
+            requested.append(("onnx", "int8"))
+        for format_, quantize in requested:
             name = f"model.{quantize}.{format_}" if quantize else f"model.{format_}"
-            tell(lambda name=name: f"writing {name}")  # type: ignore[misc]
+            progress(lambda name=name: f"writing {name}")  # type: ignore[misc]
             self._write(name, format_, quantize)
         if not self.files:
             raise OptionError(" ".join(dict.fromkeys(self.left_out.values())))
 
     def _write(self, name: str, format_: str, quantize: Literal["int8"] | None) -> None:
-        """Write one file, or note why it is left out."""
+        """Write one file, or add the reason to `left_out`."""
         try:
             file = self._written(self.folder / name, format_, quantize)
         except (LayerError, OptionError, OutputError) as error:  # not a full disk
             self.left_out[name] = str(error)
             return
-        if why := self._against(file):
+        if why := self._reason_against(file):
             self.left_out[name] = why
             (self.folder / name).unlink()
         else:
             self.files[name] = file
 
-    def _against(self, written: Deployed) -> str | None:
-        """Return why a file is not good enough to be kept, or None."""
+    def _reason_against(self, written: Deployed) -> str | None:
+        """Return the reason not to keep a file, or None."""
         name, most = written.file.path.name, self.most_seconds
         batch = ModelInputs.of_example(self.example).batch_size
         if most is not None and written.seconds > most * _NOISE:
             return (
-                f"{name} takes {1e3 * written.seconds:.3g} ms here at batch {batch}, above "
-                f"max_latency={most!r}. Allow more time, or ask for a smaller size too, such as by "
+                f"{name} takes {1e3 * written.seconds:.3g} ms on this machine at batch {batch}, "
+                f"above max_latency={most!r}. Allow more time, or add a limit on the size, such as "
                 "max_macs."
             )
         if self.prefer_speed and written.over_dense > _NOISE:
             return (
-                f"{name} would be {written.over_dense:.2f}× as slow as its dense form here, at "
-                f"batch {batch}. Try a larger batch or a smaller size, or take it as it is: "
-                "without prefer_speed."
+                f"{name} takes {written.over_dense:.2f}× the time of its dense form on this "
+                f"machine at batch {batch}. Try a larger batch or a smaller size, or leave "
+                "prefer_speed out."
             )
         usual = self.files.get("model.onnx")
         if written.file.quantize and usual and written.file.bytes >= usual.file.bytes:
             return (
-                f"{name} has {written.file.bytes:,} bytes, {usual.file.path.name} "
-                f"{usual.file.bytes:,}: a model this small is no smaller in int8."
+                f"{name} has {written.file.bytes:,} bytes, and {usual.file.path.name} has "
+                f"{usual.file.bytes:,}: int8 does not make a model of this size smaller."
             )
         return None
 
@@ -259,14 +262,14 @@ class _Writer:
         runs = ModelInputs.of_example(self.example).drawn(device_of(self.small))
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             other = Path(scratch) / f"dense.{format_}"
-            beside = export(self.dense, other, example=self.example)
+            dense_export = export(self.dense, other, example=self.example)
             if format_ == "safetensors":  # rebuilt, it is the model itself
                 run_small, run_dense = eager(self.small, runs), eager(self.dense, runs)
             else:
-                small_file, dense_file = opened(path), opened(other)
+                small_file, dense_file = open_runner(path), open_runner(other)
                 run_small, run_dense = lambda: small_file(runs), lambda: dense_file(runs)
             times = interleaved({"small": run_small, "dense": run_dense}, rounds=ROUNDS)
         ratio = statistics.median(ratios(times["small"], times["dense"]))
         dense_seconds = statistics.median(times["dense"])
         named = replace(file, path=Path(path.name))
-        return Deployed(named, ratio * dense_seconds, dense_seconds, beside.bytes)
+        return Deployed(named, ratio * dense_seconds, dense_seconds, dense_export.bytes)

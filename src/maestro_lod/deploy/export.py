@@ -1,8 +1,8 @@
-"""Extracted models as files that other programs run, each verified before it is there.
+"""Export of a model to a file that other programs run, verified before it is written.
 
-.onnx           ONNX, for onnxruntime and everything else that reads it
-.pt2            torch.export, for torch and what is built on it
-.safetensors    tensors alone; `load` puts them into the user's own model
+.onnx           ONNX, for onnxruntime and other runtimes
+.pt2            torch.export, for torch and AOTInductor
+.safetensors    tensors alone, for `load(path, into=model)`
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from maestro_lod.deploy.verification import (
     INT8_TOLERANCE,
     TOLERANCE,
     Runner,
+    output_tolerance,
     require_numbers,
     require_same_outputs,
-    tolerance_of,
 )
 from maestro_lod.errors import LayerError, OptionError, listed, suggest
 from maestro_lod.files.atomic import replacing
@@ -42,7 +42,7 @@ from maestro_lod.model.surgery import extract
 from maestro_lod.sizes.timing import interleaved, ratios, run
 from maestro_lod.text import install_command
 
-__all__ = ["FORMATS", "INT8_TOLERANCE", "TOLERANCE", "Exported", "export", "opened"]
+__all__ = ["FORMATS", "INT8_TOLERANCE", "TOLERANCE", "Exported", "export", "open_runner"]
 
 FORMATS = ("onnx", "pt2", "safetensors")
 
@@ -51,24 +51,24 @@ _ROUNDS = 9
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that computes what the model does, and what it costs."""
+    """A file with the same outputs as the model, its size and its time."""
 
     path: Path
     format: str
     quantize: str | None
     params: int
     weight_bytes: int
-    """Parameters times the bytes of each, in the model."""
+    """The bytes of the model's parameters."""
     bytes: int
     """The size of the file."""
     difference: float
     """The largest difference of an output to the model's, relative to the largest output."""
     batch: int | None
-    """The one batch size that the file takes; None if it takes any."""
+    """The only batch size that the file takes; None if it takes any."""
     seconds: float
-    """The median time of one run at the example's batch size, by what runs the format."""
+    """The median time of one run at the example's batch size."""
     over_eager: float
-    """That time over the time of the model in eager torch, in the same rounds."""
+    """The time of the file over the time of the model in eager torch, in the same rounds."""
 
     @property
     def size_ratio(self) -> float:
@@ -97,16 +97,31 @@ def export(
     format: str | None = None,
     quantize: Literal["int8"] | None = None,
 ) -> Exported:
-    """Write a model to a file that was proven to compute the same; the model is untouched.
+    """Write a model to a file, after verifying that the file has the same outputs.
 
-    A low-rank model is extracted first, at its stored ranks. The format is that of the suffix:
-    ".onnx", ".pt2" or ".safetensors". Of the example's floats only the shapes count; whole numbers,
-    such as token ids, are used as they are. The leading dimension is the batch; files take any
-    batch size where the model can be traced so. `quantize="int8"`, for ONNX, stores weights in 8
-    bits and quantizes activations as they come.
+    A low-rank model is extracted first, at its stored ranks. A temporary file is run on random
+    inputs at two batch sizes and compared with the model, up to `TOLERANCE`, before it is moved to
+    `path`; a failure leaves no file. Files take any batch size, if the model can be traced for it.
 
-    The file is written beside its place, run on random inputs at two batch sizes and compared to
-    the model (see `TOLERANCE`), and only then put there: what fails leaves nothing behind.
+    >>> exported = export(model, "model.onnx", example=x)
+
+    Args:
+        model: The model, which is not changed.
+        path: The file to write; an existing one is replaced.
+        example: An input of the model, whose leading dimension is the batch. Floats only need the
+            right shapes; integers, such as token ids, are used as inputs.
+        format: "onnx", "pt2" or "safetensors"; by default the suffix of the path.
+        quantize: "int8" stores the weights of an ONNX file in 8 bits, and quantizes activations at
+            run time.
+
+    Returns:
+        The file, its size, its time, and its largest difference from the model.
+
+    Raises:
+        LayerError: The model cannot be exported in this format, or returns only NaN.
+        OptionError: The format is not known, its tools are not installed, or `quantize` does not
+            fit.
+        OutputError: The outputs of the file differ from those of the model.
     """
     path = Path(path)
     format = _known_format(path, format)
@@ -118,7 +133,7 @@ def export(
         require_numbers(plain, run(plain, usual))  # before anything else, for a clear error
         runner, batch = _written(plain, call, temporary, format, quantize)
         other = [] if batch else [call.drawn(device, batch=1 if call.batch_size > 1 else 3)]
-        limit = INT8_TOLERANCE if quantize else tolerance_of(plain)
+        limit = INT8_TOLERANCE if quantize else output_tolerance(plain)
         difference = require_same_outputs(plain, runner, [usual, *other], limit, path)
         times = _timed(plain, None if format == "safetensors" else runner, usual)
     weight_bytes = sum(p.nbytes for p in plain.parameters())
@@ -129,25 +144,25 @@ def export(
 
 
 def _require_possible(model: nn.Module, format: str, quantize: str | None) -> None:
-    """Refuse what no file of the format can hold, and formats whose tools are not installed."""
+    """Raise OptionError if a format cannot hold the model, or its tools are not installed."""
     if quantize not in (None, "int8") or (quantize and format != "onnx"):
         raise OptionError(
-            f"quantize={quantize!r} is not there for {format}. Choose 'int8' with an .onnx file."
+            f"quantize={quantize!r} is not available for {format}. Use 'int8' with an .onnx file."
         )
     if format == "onnx":
         _onnx_file()
-    strange = [name for name, _ in model.named_modules() if set(name) & set('"\\\n\r')]
-    if strange and format != "safetensors":  # the others have names in code, as they are
+    untraceable = [name for name, _ in model.named_modules() if set(name) & set('"\\\n\r')]
+    if untraceable and format != "safetensors":  # the others use the names in code
         raise OptionError(
-            f"a layer is called {strange[0]!r}: torch cannot trace names with quotes or "
-            "backslashes. Rename it, or export to safetensors."
+            f"torch cannot trace a layer whose name has quotes or backslashes: {untraceable[0]!r}. "
+            "Rename it, or export to safetensors."
         )
 
 
 def _written(
     plain: nn.Module, call: ModelInputs, path: Path, format: str, quantize: str | None
 ) -> tuple[Runner, int | None]:
-    """Write a file; return what runs it, and its batch size where it takes one alone."""
+    """Write a file; return its runner, and its batch size if it takes only one."""
     if format == "safetensors":
         save_plain(plain, path)
         return _reloaded(plain, path), None
@@ -157,11 +172,11 @@ def _written(
             _onnx_file().write(program, path, int8=quantize is not None)
         else:
             pt2_file.write(program, path)
-    return _opened(path, format), batch
+    return _open_runner(path, format), batch
 
 
 def _timed(plain: nn.Module, runner: Runner | None, call: ModelInputs) -> tuple[float, float]:
-    """Return the seconds of a file, or of the model without one, and those over the model's."""
+    """Return the seconds of a file, or of the model itself, and their ratio to the model's."""
     variants: dict[str, Callable[[], object]] = {"eager": lambda: run(plain, call)}
     if runner is not None:
         variants["file"] = lambda: runner(call)
@@ -170,32 +185,34 @@ def _timed(plain: nn.Module, runner: Runner | None, call: ModelInputs) -> tuple[
     return statistics.median(seconds), statistics.median(ratios(seconds, times["eager"]))
 
 
-def opened(path: str | os.PathLike[str]) -> Runner:
-    """Return what runs an exported .onnx or .pt2 file: a call in, a list of tensors out."""
+def open_runner(path: str | os.PathLike[str]) -> Runner:
+    """Load an exported .onnx or .pt2 file, and return a function that runs it."""
     path = Path(path)
-    return _opened(path, _known_format(path, None))
+    return _open_runner(path, _known_format(path, None))
 
 
-def _opened(path: Path, format: str) -> Runner:
+def _open_runner(path: Path, format: str) -> Runner:
     if format == "onnx":
-        runner: Runner = _onnx_file().opened(path)
+        runner: Runner = _onnx_file().open_runner(path)
         return runner
     if format == "pt2":
-        return pt2_file.opened(path)
-    raise OptionError(f"{path} holds tensors and does not run. Use load(path, into=model).")
+        return pt2_file.open_runner(path)
+    raise OptionError(
+        f"{path} contains only tensors and cannot be run. Use load(path, into=model)."
+    )
 
 
 # -- formats -----------------------------------------------------------------------------------
 
 
 def _known_format(path: Path, format: str | None) -> str:
-    wanted = path.suffix.removeprefix(".") if format is None else format
-    if wanted not in FORMATS:
-        what = f"format {wanted!r}" if wanted else f"{path.name} without a suffix"
+    name = path.suffix.removeprefix(".") if format is None else format
+    if name not in FORMATS:
+        problem = f"format {name!r}" if name else f"{path.name} without a suffix"
         raise OptionError(
-            f"{what} is not known.{suggest(wanted, FORMATS)} Formats: {listed(FORMATS)}."
+            f"{problem} is not known.{suggest(name, FORMATS)} Formats: {listed(FORMATS)}."
         )
-    return wanted
+    return name
 
 
 def _onnx_file() -> Any:
@@ -208,12 +225,13 @@ def _onnx_file() -> Any:
 
 
 def _traced(model: nn.Module, call: ModelInputs, format: str) -> tuple[ExportedProgram, int | None]:
-    """Trace a model for any batch size if it can be, else for the example's, which is returned.
+    """Trace a model for any batch size; if that fails, warn and use the example's batch size.
 
-    That the batch is fixed is told in a warning, with torch's reason.
+    Returns:
+        The traced model, and the only batch size that it takes; None if it takes any.
     """
     device, size = device_of(model), call.batch_size
-    several = max(size, 2)  # tracing takes a batch of one for a constant
+    several = max(size, 2)  # torch.export treats a batch of one as a constant
     traced = call.drawn(device, batch=several)
     batch, shapes = Dim("batch"), cast("Any", ShapesCollection)()
     for tensor in traced.tensors:
@@ -222,7 +240,9 @@ def _traced(model: nn.Module, call: ModelInputs, format: str) -> tuple[ExportedP
     try:
         exported = torch.export.export(model, traced.args, traced.kwargs, dynamic_shapes=shapes)
         return exported, None
-    except Exception as error:  # whatever it is, the attempt at one size tells if it is the batch
+    except (
+        Exception
+    ) as error:  # any error: the second attempt tells whether the batch was the reason
         traced = call.drawn(device)
         with _refusing(model, format):
             exported = torch.export.export(model, traced.args, traced.kwargs)
@@ -235,7 +255,7 @@ def _traced(model: nn.Module, call: ModelInputs, format: str) -> tuple[ExportedP
 
 
 def _reloaded(model: nn.Module, path: Path) -> Runner:
-    """Return a copy of the model whose state comes from the file and from nowhere else."""
+    """Return the runner of a copy of the model with the state of the file alone."""
     twin = copy.deepcopy(model)
     for tensor in twin.state_dict().values():
         tensor.zero_()
@@ -248,7 +268,7 @@ def _reloaded(model: nn.Module, path: Path) -> Runner:
 
 @contextmanager
 def _refusing(model: nn.Module, format: str) -> Iterator[None]:
-    """Tell what a tool could not do as a fault of the model, in one line."""
+    """Raise LayerError, with one line of its reason, for any error of a tool."""
     try:
         yield
     except Exception as error:
@@ -264,13 +284,13 @@ def _in_one_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what torch says about itself while it exports, and nothing else."""
+    """Silence torch's warnings about its own internals during an export."""
 
-    def about_the_model(record: logging.LogRecord) -> bool:
+    def is_relevant(record: logging.LogRecord) -> bool:
         return "torchvision is not installed" not in record.getMessage()
 
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    logger.addFilter(about_the_model)
+    logger.addFilter(is_relevant)
     with warnings.catch_warnings():
         for message in (
             r"`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -281,4 +301,4 @@ def _quiet() -> Iterator[None]:
         try:
             yield
         finally:
-            logger.removeFilter(about_the_model)
+            logger.removeFilter(is_relevant)

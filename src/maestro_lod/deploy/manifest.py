@@ -17,8 +17,8 @@ _PIECE = 2**20
 
 
 def write_manifest(directory: Path, deployment: Mapping[str, Any]) -> None:
-    """Write the manifest of a directory whose files are all there."""
-    digests = {file.name: _digest_of(file) for file in sorted(directory.iterdir())}
+    """Write the manifest of a directory, after all other files."""
+    digests = {file.name: _sha256(file) for file in sorted(directory.iterdir())}
     with replacing(directory / MANIFEST) as manifest:
         manifest.write_text(json.dumps({**deployment, _DIGESTS: digests}, indent=1))
 
@@ -37,24 +37,24 @@ def read_digests(directory: Path) -> dict[str, str] | None:
 
 
 def matches_manifest(file: Path) -> bool:
-    """Refuse a file that is not as its manifest says; False if no digest of it was stored."""
+    """Raise CheckpointError if a file differs from its manifest; False without any digests."""
     digests = read_digests(file.parent)
     if digests is None:
         return False
     if file.name not in digests:
-        raise CheckpointError(f"{MANIFEST} does not list it: it was put there later.")
+        raise CheckpointError(f"{MANIFEST} does not list it: it was added later.")
     try:
-        digest = _digest_of(file)
+        digest = _sha256(file)
     except FileNotFoundError:
-        raise CheckpointError(f"{MANIFEST} lists it, and it is missing.") from None
+        raise CheckpointError(f"{MANIFEST} lists it, but it is missing.") from None
     except OSError as error:
         raise CheckpointError(f"it cannot be read ({error.strerror or error}).") from error
     if digest != digests[file.name]:
-        raise CheckpointError(f"its SHA-256 is not the one in {MANIFEST}.")
+        raise CheckpointError(f"its SHA-256 differs from the one in {MANIFEST}.")
     return True
 
 
-def _digest_of(file: Path) -> str:
+def _sha256(file: Path) -> str:
     digest = hashlib.sha256(usedforsecurity=False)
     with open_regular(file) as data:
         while piece := data.read(_PIECE):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 import onnxruntime  # type: ignore[import-untyped]
-import onnxscript  # noqa: F401  # torch.onnx needs it: better missed here than halfway
+import onnxscript  # noqa: F401  # needed by torch.onnx: fail at import if it is missing
 import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic  # type: ignore[import-untyped]
 from torch import Tensor
@@ -17,7 +17,7 @@ from maestro_lod.model.inputs import ModelInputs
 
 
 def write(program: ExportedProgram, path: Path, *, int8: bool) -> None:
-    """Write a traced model, its weights as whole numbers of 8 bits if so wanted, and check it."""
+    """Write a traced model, with int8 weights on request, and check the file."""
     outputs = len(program.graph_signature.user_outputs)
     names = ["output"] if outputs == 1 else [f"output_{i}" for i in range(outputs)]
     converted = torch.onnx.export(
@@ -31,11 +31,13 @@ def write(program: ExportedProgram, path: Path, *, int8: bool) -> None:
         quantize_dynamic(model, path, weight_type=QuantType.QUInt8)
         model = _slim(onnx.load(path))
     onnx.save(model, path)
-    onnx.checker.check_model(path, full_check=not int8)  # onnxruntime's own operations are unknown
+    onnx.checker.check_model(
+        path, full_check=not int8
+    )  # the checker does not know onnxruntime's operators
 
 
 def _slim(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Drop what does not compute, paths and source lines of this machine included, in place."""
+    """Remove metadata, such as paths and source lines of this machine, in place."""
     graph = model.graph
     for described in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
         del described.metadata_props[:]
@@ -49,8 +51,8 @@ def _slim(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def opened(path: Path) -> Callable[[ModelInputs], list[Tensor]]:
-    """Return what runs a file by onnxruntime, with as many threads as torch has."""
+def open_runner(path: Path) -> Callable[[ModelInputs], list[Tensor]]:
+    """Load a file, and return a function that runs it by onnxruntime with torch's threads."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3

@@ -1,4 +1,4 @@
-"""Files of torch.export: one packed archive without traces of this machine, run by torch."""
+"""torch.export files: one compressed archive without paths of this machine, run by torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(program: ExportedProgram, path: Path) -> None:
                     node.meta.pop(key, None)
     loose = io.BytesIO()
     torch.export.save(program, loose)
-    # Pack it: texts compressed, all else as it was, data at multiples of 64 bytes.
+    # Compress texts, and store everything else at multiples of 64 bytes.
     with zipfile.ZipFile(loose) as source, zipfile.ZipFile(path, "w") as target:
         for entry in source.infolist():
             packed = zipfile.ZipInfo(entry.filename)
@@ -36,7 +36,7 @@ def write(program: ExportedProgram, path: Path) -> None:
             target.writestr(packed, source.read(entry))
 
 
-def opened(path: Path) -> Runner:
-    """Return what runs a file by torch."""
+def open_runner(path: Path) -> Runner:
+    """Load a file, and return a function that runs it by torch."""
     module = torch.export.load(path).module()
     return lambda call: tensors_in(call.call(module))

@@ -14,51 +14,53 @@ from maestro_lod.model.inputs import ModelInputs, tensors_in
 from maestro_lod.sizes.timing import run
 
 TOLERANCE = 1e-4
-"""How far the outputs of a file may be from the model's, relative to the largest of these. For
-half-precision models it is eight units in the last place instead, if that is more."""
+"""The largest difference of a file's outputs from the model's, relative to the largest output.
+
+For half-precision models it is eight units in the last place instead, if that is more.
+"""
 
 INT8_TOLERANCE = 0.2
-"""The same for files quantized to int8. They report their difference; beyond this it is garbage."""
+"""The same for files quantized to int8, which report their difference."""
 
 Runner = Callable[[ModelInputs], list[Tensor]]
-"""Runs a file: a call in, a list of tensors out."""
+"""Runs a file: takes the inputs of a call and returns a list of tensors."""
 
 
 def require_same_outputs(
     model: nn.Module, runner: Runner, calls: list[ModelInputs], limit: float, path: Path
 ) -> float:
-    """Return the largest difference between a file and its model, or refuse the file."""
+    """Return the largest difference of a file from its model; raise OutputError above a limit."""
     worst = 0.0
     for call in calls:
         expected, got = tensors_in(run(model, call)), runner(call)
-        where = f"{path.name} was not written: at batch size {call.batch_size} the file gives"
+        problem = f"{path.name} was not written: at batch size {call.batch_size} the file returns"
         if [t.shape for t in expected] != [t.shape for t in got]:
             shapes = [tuple(t.shape) for t in got], [tuple(t.shape) for t in expected]
-            raise OutputError(f"{where} outputs of shapes {shapes[0]} instead of {shapes[1]}.")
+            raise OutputError(f"{problem} outputs of shapes {shapes[0]} instead of {shapes[1]}.")
         for one, other in zip(expected, got, strict=True):
             worst = max(worst, _difference(one.cpu().double(), other.cpu().double()))
         if not worst <= limit:
             raise OutputError(
-                f"{where} outputs that are off by {worst:.1e} of the largest, more than "
+                f"{problem} outputs that differ by {worst:.1e} of the largest, more than "
                 f"{limit:.0e}. Try another format, or the model in float32."
             )
     return worst
 
 
 def require_numbers(model: nn.Module, outputs: Any) -> None:
-    """Refuse a model whose outputs are all NaN: any file would equal it."""
+    """Raise LayerError for a model whose outputs are all NaN: any file would equal it."""
     values = [t for t in tensors_in(outputs) if t.is_floating_point() and t.numel()]
     if values and all(bool(t.isnan().all()) for t in values):
         raise LayerError(
-            f"{type(model).__name__} gives only NaN: its training has diverged. Go back to "
-            "the last good checkpoint."
+            f"{type(model).__name__} returns only NaN: its training has diverged. Load the last "
+            "good checkpoint."
         )
 
 
 def _difference(expected: Tensor, got: Tensor) -> float:
-    """Return the largest difference relative to the largest finite value; infinite if that fails.
+    """Return the largest difference relative to the largest finite value.
 
-    Values that are not finite must be the same on both sides.
+    It is infinite if a value is finite on one side alone.
     """
     finite = expected.isfinite()
     if not torch.allclose(expected[~finite], got[~finite], equal_nan=True):
@@ -72,6 +74,7 @@ def _difference(expected: Tensor, got: Tensor) -> float:
     return float((expected - got).abs().max()) / scale
 
 
-def tolerance_of(model: nn.Module) -> float:
+def output_tolerance(model: nn.Module) -> float:
+    """Return the largest relative difference that the dtypes of a model allow."""
     floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return max([TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in floats)])

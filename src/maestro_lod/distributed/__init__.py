@@ -1,1 +1,1 @@
-"""The same training on many processes: what they agree on, and wrappers that follow a shrink."""
+"""Training in several processes: agreement between them, and wrappers that follow a shrink."""

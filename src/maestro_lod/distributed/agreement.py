@@ -1,8 +1,7 @@
-"""That all processes of a training go the same way: compared, not assumed.
+"""Agreement of the processes that train one model: options, ranks and sampler are compared.
 
-Each process draws ranks from a generator of its own. They stay alike as long as seeds, options and
-steps are; where they are not, torch itself would average gradients of different submodels, or let
-models drift apart, without a word.
+Each process samples ranks with its own generator. The samples are equal as long as seeds, options
+and steps are. Otherwise torch would silently average the gradients of different submodels.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from maestro_lod.distributed.collectives import (
     Group,
+    broadcast_object,
+    gather_objects,
     require_agreement,
-    told_by,
-    told_by_all,
 )
-from maestro_lod.distributed.ddp import joining, wrappers_of
+from maestro_lod.distributed.ddp import find_wrappers, is_joining
 from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.errors import TrainingError
 
@@ -27,33 +26,33 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 EVERY = 64
-"""Steps after which processes are compared, beside the first one of an epoch and its end."""
+"""Processes are compared every 64 steps, at the first step of an epoch and at its end."""
 
 Facts = Mapping[str, object]
-"""What a process says of itself, each by what it is called in an error."""
+"""Properties of a training that all processes must share; the keys appear in errors."""
 
 
 class Training(Protocol):
-    """What processes compare of a training, and take over from each other."""
+    """The part of a training method that `Agreement` compares and copies between processes."""
 
     @property
     def optimizer(self) -> Optimizer: ...
     def facts(self) -> Facts:
-        """Say what must be the same in all processes that train a model."""
+        """Return what must be the same in all processes that train a model."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Agreement:
-    """Compares what the processes that train a model say of themselves, from time to time."""
+    """Compares the facts of all processes that train a model, every few steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.new_epoch()
 
     def new_epoch(self) -> None:
-        """Begin to count again; the model may be wrapped anew meanwhile."""
+        """Reset the counts, and look for the wrappers of the model again."""
         self._wrappers: list[DistributedDataParallel] | None = None
         self._steps = 0
         self._joined = False
@@ -61,52 +60,53 @@ class Agreement:
 
     @property
     def wrappers(self) -> list[DistributedDataParallel]:
-        """The wrappers of the model, as they were when the epoch began.
+        """The wrappers of the model, looked up once per epoch.
 
-        They are held until it ends, so that all processes see the same ones.
+        They are referenced until the epoch ends, so that all processes see the same ones.
         """
         if self._wrappers is None:
-            self._wrappers = wrappers_of(self._model)
+            self._wrappers = find_wrappers(self._model)
         return self._wrappers
 
     @property
     def group(self) -> Group | None:
-        """The processes that train this model; None if this one is alone."""
+        """The process group that trains this model; None if it has one process."""
         group = self.wrappers[0].process_group if self.wrappers else shard_group(self._model)
         return group if group is not None and group.size() > 1 else None
 
     def before_step(self, train: Training) -> None:
-        """Compare processes if it is time."""
+        """Compare the processes in the first and in every 64th step."""
         if (group := self.group) is None:
             return
         if self._at_first is None:
             self._at_first = train.facts()
-        if any(map(joining, self.wrappers)):
-            self._joined = True  # some may have stopped, and would not answer
+        if any(map(is_joining, self.wrappers)):
+            self._joined = True  # processes that have stopped would not answer
         elif self._steps % EVERY == 0:
             require_agreement(train.facts(), group)
         self._steps += 1
 
     def end_epoch(self, train: Training) -> None:
-        """Refuse an epoch in which processes have gone different ways.
+        """Raise TrainingError if the processes differ at the end of an epoch.
 
-        Inside `join()` some stop before others. All then take over what the last one has: the
-        model is the same by DDP's own doing, and so become LoD and optimizer.
+        Inside `join()` some processes stop before others. All of them then copy the state of the
+        method and the optimizer from the process that stopped last; DDP copies the model.
         """
         if (group := self.group) is None:
             return
         require_agreement(self._at_first or train.facts(), group)
-        steps = told_by_all((self._steps, self._joined), group)
+        steps = gather_objects((self._steps, self._joined), group)
         counts = [count for count, _ in steps]
         if min(counts) == max(counts):
             require_agreement(train.facts(), group)
             return
         if not any(joined for _, joined in steps):
             raise TrainingError(
-                f"processes have begun {min(counts)} to {max(counts)} steps in this epoch. Give "
-                "each as many batches, or train inside `with ddp.join():`."
+                f"the processes have different numbers of steps in this epoch: {min(counts)} to "
+                f"{max(counts)}. Give each process the same number of batches, or train inside "
+                "`with ddp.join():`."
             )
         state = (train.optimizer.state_dict(), train.state_dict())
-        of_optimizer, of_train = told_by(counts.index(max(counts)), state, group)
-        train.optimizer.load_state_dict(of_optimizer)
-        train.load_state_dict(of_train)
+        optimizer_state, train_state = broadcast_object(counts.index(max(counts)), state, group)
+        train.optimizer.load_state_dict(optimizer_state)
+        train.load_state_dict(train_state)

@@ -1,7 +1,7 @@
-"""BatchNorm over all parts of a batch: its statistics are those of the whole one.
+"""BatchNorm with the statistics of a whole batch whose parts are on several processes.
 
-torch has that for GPUs only, as a module of another type. Here the operation itself is exchanged,
-for as long as a forward lasts: the model stays as it is.
+torch's SyncBatchNorm is a module of another type, for GPUs only. Here the operation is replaced
+during a forward, and the model is not changed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from maestro_lod.distributed.collectives import sum_over
 
 
 class WholeBatchNorm(TorchFunctionMode):
-    """Inside, BatchNorms in training mode see the samples of all processes.
+    """Context in which BatchNorms in training mode use the samples of all processes.
 
-    One that runs only because others wait for it does not count.
+    `counts=False` leaves out the samples of a process that runs only because others wait for it.
     """
 
     def __init__(self, counts: bool) -> None:
@@ -45,16 +45,16 @@ class WholeBatchNorm(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         if not training:
-            known = (input, running_mean, running_var, weight, bias)
-            return F.batch_norm(*known, training=False, momentum=momentum, eps=eps)
+            tensors = (input, running_mean, running_var, weight, bias)
+            return F.batch_norm(*tensors, training=False, momentum=momentum, eps=eps)
         others = [d for d in range(input.ndim) if d != 1]
         shape = [1, -1, *[1] * (input.ndim - 2)]
-        mine = float(self._counts)
-        count = input.new_tensor([mine * input.numel() / input.shape[1]])
-        summed = _summed(torch.cat([mine * input.sum(others), count]))
+        weight_here = float(self._counts)
+        count = input.new_tensor([weight_here * input.numel() / input.shape[1]])
+        summed = _summed(torch.cat([weight_here * input.sum(others), count]))
         total, n = summed[:-1], summed[-1].detach()
         centred = input - (total / n).view(shape)
-        var = _summed(mine * centred.square().sum(others)) / n
+        var = _summed(weight_here * centred.square().sum(others)) / n
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 running_mean.lerp_(total / n, momentum)
@@ -76,7 +76,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _summed(values: Tensor) -> Tensor:
-    """Sum over all processes; so is the gradient."""
+    """Return the sum over all processes, whose gradient is summed too."""
     function: Any = _Sum
     total: Tensor = function.apply(values)
     return total

@@ -1,8 +1,8 @@
-"""A model inside DistributedDataParallel: its wrapper is found, and made anew when ranks go.
+"""DistributedDataParallel: find the wrapper of a model, and rebuild it after a shrink.
 
-The wrapper's reducer holds buckets in the shapes that parameters had when it was made. After a
-shrink it is therefore made again, with the same arguments, in the same object, so that whoever
-holds the wrapper goes on with it and less is sent over the wire.
+The wrapper's reducer has buckets in the shapes that parameters had at its construction. After a
+shrink the wrapper is therefore initialized again in place, with the same arguments: references to
+it stay valid, and fewer values are sent.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from maestro_lod.layers.lowrank import LowRank
 _MIB = 2**20
 
 
-def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
-    """Return the wrappers around low-rank layers of the model, or around what holds them.
+def find_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return the wrappers that contain low-rank layers of the model.
 
-    Wrappers that were deleted may be among them for a while. They do no harm: one that is not run
-    sends nothing.
+    Deleted wrappers may be among them until they are collected, without effect: a wrapper that is
+    not run sends nothing.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
     kinds = _with_subclasses(DistributedDataParallel)
-    mine = {id(m) for m in model.modules() if isinstance(m, LowRank)}
+    layers = {id(m) for m in model.modules() if isinstance(m, LowRank)}
     return [
         obj
         for obj in gc.get_objects()
         if type(obj) in kinds  # isinstance would run the code of proxies, and take long
         and "module" in obj._modules
-        and any(id(m) in mine for m in obj.modules())
+        and any(id(m) in layers for m in obj.modules())
     ]
 
 
-def live_wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
-    """Return the same without those that were deleted, which takes longer."""
-    if not wrappers_of(model):
+def find_live_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return the wrappers of the model after a garbage collection, which takes longer."""
+    if not find_wrappers(model):
         return []
     gc.collect()
-    return wrappers_of(model)
+    return find_wrappers(model)
 
 
 def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
@@ -54,26 +54,26 @@ def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
 
 
 def require_renewable(ddp: DistributedDataParallel) -> None:
-    """Refuse a wrapper with options that could not be given to it again."""
+    """Raise LayerError for a wrapper whose options cannot be passed to it again."""
     if getattr(ddp, "mixed_precision", None) is not None:
         raise LayerError(
-            "DistributedDataParallel(mixed_precision=…) keeps copies of the parameters that cannot "
-            "follow a shrink. Use torch.autocast, or threshold=None not to shrink."
+            "DistributedDataParallel(mixed_precision=…) keeps copies of the parameters, which "
+            "cannot be shrunk. Use torch.autocast, or threshold=None not to shrink."
         )
     if getattr(ddp, "_delay_all_reduce_params", None):
         raise LayerError(
-            "DistributedDataParallel(delay_all_reduce_named_params=…) holds parameters that a "
+            "DistributedDataParallel(delay_all_reduce_named_params=…) references parameters that a "
             "shrink replaces. Leave it out, or set threshold=None not to shrink."
         )
 
 
-def joining(ddp: DistributedDataParallel) -> bool:
-    """Say whether the wrapper is inside `join()`, where processes stop one by one."""
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Return True inside `join()`, where processes stop one by one."""
     return bool(ddp._join_config.enable)
 
 
 def release(ddp: DistributedDataParallel) -> None:
-    """Take the wrapper's hooks off the parameters; it cannot run until it is made anew."""
+    """Remove the wrapper's hooks from the parameters; it cannot run before `renew`."""
     vars(ddp).pop("logger", None)  # which holds the reducer too
     vars(ddp).pop("reducer", None)  # takes its hooks along
     for handle in vars(ddp).pop("_accum_grad_hooks", ()):
@@ -81,35 +81,35 @@ def release(ddp: DistributedDataParallel) -> None:
 
 
 def renew(ddp: DistributedDataParallel) -> None:
-    """Make the wrapper anew, in place, for the parameters that its module has now.
+    """Initialize the wrapper again, in place, for the current parameters of its module.
 
-    Nothing is sent: parameters are the same in all processes before a shrink, and after it.
+    Nothing is sent: the parameters are equal in all processes before and after a shrink.
     """
-    release(ddp)  # first: parameters that stay would keep the old hooks as long as anyone has them
+    release(ddp)  # first: parameters that stay would keep the old hooks
     before, arguments = dict(vars(ddp)), _arguments(ddp)
     DistributedDataParallel.__init__(ddp, before["_modules"]["module"], **arguments)
     fresh = set(vars(ddp))
-    of_module = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
-    kept = {"require_backward_grad_sync", "require_forward_param_sync", *of_module}
+    module_attributes = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+    kept = {"require_backward_grad_sync", "require_forward_param_sync", *module_attributes}
     for key, value in before.items():
-        if key not in fresh or key in kept:  # hooks on the wrapper, what others put on it
+        if key not in fresh or key in kept:  # hooks and attributes that users put on it
             vars(ddp)[key] = value
     for hook, state in before.get("_comm_hooks", ()):
         ddp.register_comm_hook(state, hook)
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """Return the model in a wrapper, which runs without the other processes."""
+    """Return the model inside a wrapper, which runs without the other processes."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def quiet(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which a wrapper sends nothing: more gradients are to be added."""
+    """Return a context in which a wrapper sends no gradients, to accumulate more."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def follow(model: nn.Module) -> None:
-    """Make a wrapper anew if its module has other parameters than it was made for."""
+    """Renew a wrapper if the parameters of its module were replaced."""
     if not isinstance(model, DistributedDataParallel):
         return
     ignored = model.parameters_to_ignore
@@ -119,11 +119,11 @@ def follow(model: nn.Module) -> None:
 
 
 def _arguments(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """Return the arguments with which the wrapper was made, as far as it says what they were."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    """Return the arguments of the wrapper's construction, as far as it stores them."""
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     same = {
         name: getattr(ddp, name)
-        for name in known
+        for name in parameters
         if name not in ("self", "module", "mixed_precision", "device_mesh") and hasattr(ddp, name)
     }
     if "forward_sync_buffers" in same:

@@ -1,4 +1,4 @@
-"""Which ranks are kept: the first process decides, the others make sure that they could have."""
+"""Broadcast process 0's ranks to keep, after checking that all processes have its weights."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from maestro_lod.distributed.collectives import Group, told_by_all
+from maestro_lod.distributed.collectives import Group, gather_objects
 from maestro_lod.errors import TrainingError, listed
 
 _ROUNDING = 1e-3  # relative: more than any order of summation, less than one step's difference
 
 
-def decided_by_the_first(
+def agree_on_ranks(
     ranks: Mapping[str, int], importance: Mapping[str, Tensor], group: Group
 ) -> Mapping[str, int]:
-    """Return what the first process keeps, or refuse if the weights of others are not the same.
+    """Return the ranks that process 0 keeps; raise TrainingError if other weights differ from its.
 
-    Where they are, rounding alone could make another process decide otherwise.
+    Equal weights can lead to different decisions by rounding alone.
     """
     total = {name: float(value.sum()) for name, value in importance.items()}
-    everyone = told_by_all((dict(ranks), total), group)
+    everyone = gather_objects((dict(ranks), total), group)
     first_ranks, first_total = everyone[0]
-    for process, (_, theirs) in enumerate(everyone):
+    for process, (_, its_total) in enumerate(everyone):
         other = [
             name
             for name, value in first_total.items()
-            if not math.isclose(value, theirs.get(name, math.nan), rel_tol=_ROUNDING, abs_tol=1e-12)
+            if not math.isclose(
+                value, its_total.get(name, math.nan), rel_tol=_ROUNDING, abs_tol=1e-12
+            )
         ]
         if other:
             raise TrainingError(
-                f"process {process} has other weights than process 0 at {listed(other)}: they have "
-                "not trained the same model. Wrap it before training, and step every process alike."
+                f"process {process} has other weights than process 0: {listed(other)}. Wrap the "
+                "model before training, and do the same steps in every process."
             )
     return first_ranks

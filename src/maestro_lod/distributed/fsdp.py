@@ -1,8 +1,8 @@
-"""A model that `fully_shard` has cut into parts: its factors are found, and smaller ones take over.
+"""FSDP2: find the sharded factors of a model, and replace them by smaller ones.
 
-FSDP2 keeps an object per parameter, which puts the gathered parameter or this process's part of it
-into the module in turns. Whoever replaces the parameter alone is undone at the next forward. So the
-object is made anew, in place, for the smaller parameter, and given this process's part of it.
+FSDP2 has an object for each parameter, which sets the gathered parameter or this process's part in
+the module. A parameter that is replaced in the module alone would come back at the next forward.
+The object is therefore initialized again, in place, for the smaller parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEYS = ("u", "v")
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it nobody can have sharded
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
     if fsdp is None:
         return []
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
@@ -42,56 +42,55 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
 
 
 def adopt_shards(model: nn.Module) -> None:
-    """Tell every layer who holds its factors while FSDP gathers them; refuse other shards."""
-    held = {
+    """Give every layer FSDP's objects for its factors; raise LayerError for other shards."""
+    holders_by_name = {
         (id(p._module_info.module), p._module_info.param_name): p for p in _fsdp_parameters(model)
     }
     layers = low_rank_layers(model)
     for layer in layers.values():
-        holders = [held.get((id(layer), key)) for key in _KEYS]
+        holders = [holders_by_name.get((id(layer), key)) for key in _KEYS]
         layer.__dict__["_holders"] = None if None in holders else tuple(holders)
     _require_known_shards(model, layers)
 
 
 def _require_known_shards(model: nn.Module, layers: dict[str, LowRank]) -> None:
-    parallel, strange = [], []
+    parallel, subclassed = [], []
     for name, layer in layers.items():
         for key, factor in zip(_KEYS, layer.stored_factors(), strict=True):
-            called = f"{name}.{key}".lstrip(".")
+            full_name = f"{name}.{key}".lstrip(".")
             holder = layer.__dict__["_holders"]
             if is_sharded(factor) and (holder is None or holder[0].is_dtensor):
-                parallel.append(called)
+                parallel.append(full_name)
             elif type(factor) is not nn.Parameter and not is_sharded(factor):
-                strange.append(called)
+                subclassed.append(full_name)
     if parallel:
         raise LayerError(
-            f"{listed(parallel)} are DTensors that FSDP2 does not hold, as tensor parallel plans "
-            "make them: a shrink would have to plan anew. Shard with fully_shard alone, or leave "
-            "these layers dense with decompose(…, skip=…)."
+            "these parameters are DTensors that were not made by FSDP2 but, for example, by a "
+            f"tensor parallel plan, and cannot be shrunk: {listed(parallel)}. Shard with "
+            "fully_shard alone, or leave these layers dense with decompose(…, skip=…)."
         )
     wrapped = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
-    if strange or wrapped:
+    if subclassed or wrapped:
         raise LayerError(
-            f"parameters are held by FullyShardedDataParallel or a tensor subclass "
-            f"({listed(strange)}), which would undo a shrink. Use fully_shard (FSDP2) or "
-            "DistributedDataParallel."
+            f"FullyShardedDataParallel or a tensor subclass holds parameters, which cannot be "
+            f"shrunk: {listed(subclassed)}. Use fully_shard (FSDP2) or DistributedDataParallel."
         )
 
 
 def shard_group(model: nn.Module) -> Group | None:
-    """Return the processes over which the factors of a model are sharded, None if they are not."""
+    """Return the process group over which a model's factors are sharded; None if they are not."""
     if not (dist.is_available() and dist.is_initialized()):
-        return None  # asked for in every step, and walking a model takes time
+        return None  # called in every step: walking a model takes time
     for layer in low_rank_layers(model).values():
         for factor in layer.stored_factors():
-            if is_sharded(factor) and Cut.of(factor) is not None:  # type: ignore[arg-type]
+            if is_sharded(factor) and Cut.from_tensor(factor) is not None:  # type: ignore[arg-type]
                 mesh = factor.device_mesh  # type: ignore[attr-defined]
                 return mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     return None
 
 
 def reshard(model: nn.Module) -> None:
-    """Free whatever is gathered, so that all modules hold parts."""
+    """Free gathered parameters, so that all modules hold their shards."""
     for module in _fsdp_modules(model):
         module.reshard()
 
@@ -110,7 +109,7 @@ def cut_shard(layer: LowRank, key: str, rank: int) -> tuple[nn.Parameter, nn.Par
 
 @torch.no_grad()
 def put_shard(layer: LowRank, key: str, part: torch.Tensor, rank: int) -> nn.Parameter:
-    """Give a sharded factor another rank, of which this process holds a part; return it."""
+    """Replace a sharded factor by one of another rank, given this process's part; return it."""
     holder = layer.__dict__["_holders"][_KEYS.index(key)]
     old, dim = holder.sharded_param, 1 if key == "u" else 0
     shape = [rank if d == dim else size for d, size in enumerate(old.shape)]
@@ -122,7 +121,7 @@ def put_shard(layer: LowRank, key: str, part: torch.Tensor, rank: int) -> nn.Par
 
 
 def _renew(holder: Any, whole: torch.Tensor, requires_grad: bool) -> None:
-    """Make FSDP's object for a parameter anew, for one of another shape."""
+    """Initialize FSDP's object for a parameter again, for another shape."""
     kept = {key: vars(holder)[key] for key in ("_param_fqn",) if key in vars(holder)}
     placement, offload = holder.fsdp_placement, _offload_policy(holder)
     holder._post_load_hook_handle.remove()
@@ -148,14 +147,20 @@ def _offload_policy(holder: Any) -> Any:
 
 
 def across_ranks(model: nn.Module) -> Callable[[nn.Parameter], Any]:
-    """Return how to shard a model so that no rank is cut apart from others: for `fully_shard`.
+    """Return a placement function for `fully_shard` that keeps a part of every rank everywhere.
+
+    By default FSDP2 shards `v` along its ranks, and pads it if it has fewer ranks than there are
+    processes. Sharded along the other dimension, every process has a part of every rank, and no
+    rank is sent at a shrink. Where the inputs of a layer cannot be divided evenly, and for all
+    other parameters, FSDP2's default remains.
 
     >>> fully_shard(block, shard_placement_fn=across_ranks(model))
 
-    By itself FSDP2 cuts `v` along its ranks, into as many rows as there are processes at least:
-    with fewer ranks than processes it stores and sends rows of nothing. Cut along the other
-    dimension, all processes hold a part of every rank, and none moves at a shrink. That takes
-    inputs that can be divided evenly; other parameters are cut as always.
+    Args:
+        model: A model with low-rank layers, before it is sharded.
+
+    Returns:
+        The function for `shard_placement_fn`.
     """
     factors = {id(layer.v): layer.v for layer in low_rank_layers(model).values()}
 

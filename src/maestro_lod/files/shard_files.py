@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.distributed.collectives import Group, told_by, told_by_all
+from maestro_lod.distributed.collectives import Group, broadcast_object, gather_objects
 from maestro_lod.distributed.fsdp import adopt_shards, put_shard, reshard, shard_group
 from maestro_lod.distributed.shards import Cut, exchanged, gathered, is_sharded, local_part
 from maestro_lod.errors import CheckpointError, listed
@@ -29,7 +29,7 @@ def write_by_the_first(
     `write` asks for each tensor once, in this order.
     """
     first = group.rank() == 0
-    order, trouble = told_by(0, (order, _trouble(path, tensors) if first else ""), group)
+    order, trouble = broadcast_object(0, (order, _trouble(path, tensors) if first else ""), group)
     if trouble:
         raise CheckpointError(trouble)
     if first:
@@ -38,7 +38,7 @@ def write_by_the_first(
         for key in order:
             if tensors[key].numel():
                 gathered(tensors[key])
-    told_by(0, None, group)  # nobody goes on before the file is there
+    broadcast_object(0, None, group)  # nobody goes on before the file is there
 
 
 def _trouble(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -74,10 +74,12 @@ def fill_shards(
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, layer in layers.items():
         held |= dict(zip(_factors(name), layer.stored_factors(), strict=True))
-    cuts = {key: Cut.of(t) if is_sharded(t) else None for key, t in held.items() if key in shapes}  # type: ignore[arg-type]
+    sharded = {key: t if is_sharded(t) else None for key, t in held.items() if key in shapes}
+    cuts = {key: t if t is None else Cut.from_tensor(t) for key, t in sharded.items()}  # type: ignore[arg-type]
     rows = {key: _row_dim(key, layers) for key in cuts}
     ours = {
-        key: None if cut is None else cut.held(shapes[key][rows[key]]) for key, cut in cuts.items()
+        key: None if cut is None else cut.positions(shapes[key][rows[key]])
+        for key, cut in cuts.items()
     }
     parts = _read_by_all(lambda: {key: read(key, ours[key]) for key in cuts}, path, model)
     for key, cut in cuts.items():
@@ -131,7 +133,7 @@ def _read_by_all(
         parts = read()
     except (OSError, CheckpointError) as error:
         problem = error
-    everyone = told_by_all(str(problem or ""), shard_group(model))
+    everyone = gather_objects(str(problem or ""), shard_group(model))
     if problem is not None:
         raise problem
     if any(everyone):

@@ -1,4 +1,4 @@
-"""LoD in a loop that Accelerate runs: one object that takes the place of two of its calls.
+"""LoD with Accelerate: `AcceleratedLoD` replaces `accumulate` and `backward` of the accelerator.
 
     model, optimizer, loader = accelerator.prepare(lod.decompose(model), optimizer, loader)
     train = AcceleratedLoD(accelerator, model, optimizer, penalty=1e-4)
@@ -12,8 +12,8 @@
                 optimizer.zero_grad()
         train.end_epoch()
 
-Each block is one step at ranks of its own; the penalty is added once per optimizer step, by the
-backward that completes the gradients, so that clipping comes after.
+Each block is one step with its own sampled ranks. The penalty is added once per optimizer step, by
+the backward that completes the gradients, and therefore before clipping.
 """
 
 from __future__ import annotations
@@ -36,10 +36,21 @@ if TYPE_CHECKING:
 
 
 class AcceleratedLoD:
-    """Trains a prepared model by LoD; takes what `accelerator.prepare` returned and LoD's options.
+    """Trains a prepared model by LoD or BudgetTraining.
 
     Its state is part of what `accelerator.save_state` writes. `end_epoch` logs lod/… (ranks, size,
     cost) to the accelerator's trackers.
+
+    Args:
+        accelerator: The accelerator that prepared the model.
+        model: The prepared model.
+        optimizer: The prepared optimizer.
+        **options: `method` and its options.
+
+    Raises:
+        LayerError: The model has no low-rank layers.
+        OptionError: An option is not usable, or the accelerator shards parameters or scales
+            gradients.
     """
 
     def __init__(
@@ -52,7 +63,7 @@ class AcceleratedLoD:
         require_whole_parameters(accelerator)
         self._accelerator, self._model = accelerator, model
         inner = accelerator.unwrap_model(model)
-        _require_alone(accelerator, inner)
+        _require_single(accelerator, inner)
         self._driver = Driver(**options)
         self._driver.start(inner, optimizer)
         require_unscaled(accelerator, self._driver)
@@ -64,12 +75,12 @@ class AcceleratedLoD:
 
     @property
     def lod(self) -> LoD | BudgetTraining:
-        """The method that does the work."""
+        """The training method."""
         return self._driver.lod
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Do one step inside the `with` block, as `accelerator.accumulate(model)` does."""
+        """Do one step inside the `with` block, like `accelerator.accumulate(model)`."""
         with self._accelerator.accumulate(self._model), ExitStack() as step:
             step.enter_context(self._driver.step())
             self._step = step
@@ -79,11 +90,19 @@ class AcceleratedLoD:
                 self._step = None
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Do the backward of a step, and add the penalty's gradients if it completes them."""
+        """Do the backward of a step, and add the penalty once the gradients are complete.
+
+        Args:
+            loss: The loss of the batch.
+            **options: Options of `accelerator.backward`.
+
+        Raises:
+            TrainingError: It is called twice in a step, or outside of one.
+        """
         if self._step is None:
             raise TrainingError(
-                "backward(loss) comes once per `with train.accumulate():`, inside it. Add losses "
-                "up to one."
+                "backward(loss) was called twice or outside of a step. Call it once inside each "
+                "`with train.accumulate():`, with the sum of the losses."
             )
         self._accelerator.backward(loss, **options)
         self._step.close()
@@ -93,47 +112,57 @@ class AcceleratedLoD:
             self._driver.add_penalty_gradients()
 
     def end_epoch(self, *, last: bool = False) -> dict[str, float]:
-        """Book the epoch, remove useless ranks, log what is known and return it."""
+        """Record the cost of the epoch, remove useless ranks, and log the metrics.
+
+        Args:
+            last: Whether this epoch is the last one of the training.
+
+        Returns:
+            The metrics by name: lod/params, lod/rank/…, and so on.
+
+        Raises:
+            TrainingError: The epoch had no step.
+        """
         numbers = self._driver.end_epoch(last=last)
         if numbers is None:
-            raise TrainingError(
-                "no step was done in this epoch: train inside `with train.accumulate():`."
-            )
+            raise TrainingError("the epoch had no step. Train inside `with train.accumulate():`.")
         if self._accelerator.trackers:
             self._accelerator.log(numbers, step=self.steps)
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what goes into the accelerator's checkpoint."""
+        """Return the state for the accelerator's checkpoint."""
         return self._driver.state_dict() | {"optimizer_steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; the accelerator has restored model and optimizer before."""
+        """Restore the state, after the accelerator has restored model and optimizer."""
         self._driver.load_state_dict(state)
         self.steps = int(state["optimizer_steps"])
 
 
 def require_whole_parameters(accelerator: Accelerator) -> None:
-    """Refuse parameters in parts, which Accelerate saves and loads by the shapes they had."""
+    """Raise OptionError for sharded parameters, which Accelerate loads by their old shapes."""
     kind = accelerator.distributed_type
     if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise OptionError(
-            f"{kind.value} by Accelerate saves and loads parts of parameters by shapes that a "
-            "shrink changes. Use DDP, which torchrun gives without its options, or fully_shard in "
-            "a loop of your own or in Lightning's ModelParallelStrategy."
+            f"Accelerate's {kind.value} saves and loads shards by shapes that a shrink changes. "
+            "Use DDP, which torchrun uses by default, or fully_shard in your own loop or in "
+            "Lightning's ModelParallelStrategy."
         )
 
 
 def require_unscaled(accelerator: Accelerator, driver: Driver) -> None:
-    """Refuse to add a penalty's gradients to gradients that are scaled, as those of float16 are."""
+    """Raise OptionError if penalty gradients would be added to scaled gradients, as in float16."""
     if accelerator.scaler is not None and driver.by_gradients:
         raise OptionError(
             f"mixed_precision={accelerator.mixed_precision!r} scales gradients until they are "
-            "clipped, too late for the penalty's. Use proximal=True, or bf16."
+            "clipped, so that the penalty's cannot be added before. Use proximal=True, or bf16."
         )
 
 
-def _require_alone(accelerator: Accelerator, model: nn.Module) -> None:
+def _require_single(accelerator: Accelerator, model: nn.Module) -> None:
     others = [o for o in accelerator._custom_objects if isinstance(o, AcceleratedLoD)]
     if any(other.lod.model is model for other in others):
-        raise OptionError("the model has an AcceleratedLoD already: ranks would be drawn twice.")
+        raise OptionError(
+            "the model already has an AcceleratedLoD: ranks would be sampled twice. Use that one."
+        )

@@ -1,6 +1,6 @@
-"""What the callbacks of all trainers share: a method that is made when training starts.
+"""Shared driver of the trainers' callbacks: creates the method when training starts.
 
-A trainer makes its optimizer late and calls back; so a callback holds the options of a method until
+A trainer creates its optimizer late. A callback therefore stores the options of a method until
 there is an optimizer, and its saved state until model and optimizer have been restored.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """The method, `LoD` or `BudgetTraining`, and its options; those of two passes need a loop."""
+    """The method, `LoD` or `BudgetTraining`, and its options except those that need two passes."""
 
     method: type[LoD] | type[BudgetTraining]
     params: float | str
@@ -48,7 +48,7 @@ class Options(TypedDict, total=False):
 
 
 class Driver:
-    """Does what a trainer's events ask for with one method, in the order that they come in."""
+    """Runs one method from the events of a trainer."""
 
     def __init__(self, **options: Unpack[Options]) -> None:
         self._method, self._options = _require_options(options)
@@ -60,12 +60,12 @@ class Driver:
     def lod(self) -> LoD | BudgetTraining:
         """The method of the training that has started."""
         if self._lod is None:
-            raise TrainingError("there is no LoD before training has started.")
+            raise TrainingError("the method does not exist before training has started.")
         return self._lod
 
     @property
     def by_gradients(self) -> bool:
-        """Whether the penalty is added to gradients, where their scale matters."""
+        """Whether the penalty is added to gradients, which must not be scaled then."""
         return isinstance(self.lod, LoD) and self.lod.penalty != 0.0 and not self.lod.proximal
 
     def add_penalty_gradients(self) -> None:
@@ -74,8 +74,8 @@ class Driver:
             self.lod.add_penalty_gradients()
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan | None = None) -> None:
-        """Make the method, in the state that was loaded if there is one."""
-        self._lod = None  # an earlier one must not act on the optimizer any more
+        """Create the method, and restore the state that was loaded before, if any."""
+        self._lod = None  # the hooks of an earlier method must not run
         require_low_rank(model)
         _require_matching_state(optimizer)
         lod = self._method(model, optimizer, **self._options)
@@ -89,27 +89,27 @@ class Driver:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Keep drawn ranks active inside the `with` block, which covers forward and backward."""
+        """Activate the sampled ranks inside the `with` block: one forward and backward."""
         with self.lod.step():
             self._epoch_open = True
             yield
 
     def end_epoch(self, *, last: bool) -> dict[str, float] | None:
-        """End the epoch, unless that is done; return what a logger should know of it."""
+        """End the epoch and return its metrics; None if it has ended already."""
         if not self._epoch_open:
             return None
         self._epoch_open = False
         self.lod.end_epoch(last=last)
-        return numbers_of(self.lod)
+        return epoch_metrics(self.lod)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state, as it belongs into the trainer's checkpoint; empty before training."""
+        """Return the state for the trainer's checkpoint; empty before training."""
         if self._lod is None:
             return dict(self._saved or {})
         return {"lod": self._lod.state_dict(), "epoch_open": self._epoch_open}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, at once or when training starts; the model's and optimizer's first."""
+        """Restore a state now or when training starts; model and optimizer come first."""
         if not state:
             return
         if self._lod is None:
@@ -119,8 +119,8 @@ class Driver:
             self._epoch_open = bool(state["epoch_open"])
 
 
-def numbers_of(lod: RankTraining) -> dict[str, float]:
-    """Return what a logger should know of a finished epoch: size, cost, λ, and all ranks."""
+def epoch_metrics(lod: RankTraining) -> dict[str, float]:
+    """Return the metrics of a finished epoch for a logger: size, cost, λ, and all ranks."""
     record = lod.record()
     numbers: dict[str, float | None] = {
         "total_rank": record.total_rank,
@@ -135,9 +135,15 @@ def numbers_of(lod: RankTraining) -> dict[str, float]:
 
 
 def follow_loading(model: nn.Module) -> RemovableHandle:
-    """Let the model take over the ranks of every state that is loaded into it, without a warning.
+    """Register a hook that cuts the model to the ranks of every state that is loaded into it.
 
-    It is a trainer that loads: checkpoints to go on from, and the best one at the end.
+    Trainers load a checkpoint to resume from, and the best one at the end.
+
+    Args:
+        model: A model with low-rank layers.
+
+    Returns:
+        The handle that removes the hook.
     """
     handle: RemovableHandle = model.register_load_state_dict_pre_hook(_match)  # type: ignore[no-untyped-call]
     return handle
@@ -147,50 +153,53 @@ def _match(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) ->
     match_ranks(module, state, prefix)
 
 
-def schedule_of(scheduler: object) -> Schedule | None:
-    """Return the share of the learning rate at each step, where a scheduler says it in advance."""
+def read_schedule(scheduler: object) -> Schedule | None:
+    """Return a scheduler's share of the learning rate by step; None if that is unknown."""
     scheduler = getattr(scheduler, "scheduler", scheduler)
     lambdas = getattr(scheduler, "lr_lambdas", None)
     return lambdas[0] if lambdas else None
 
 
 def require_single(callbacks: list[Any], kind: type) -> None:
-    """Refuse a trainer that has the callback twice: ranks would be drawn and penalized twice."""
+    """Raise OptionError if a trainer has two of these callbacks, which would sample twice."""
     if (count := sum(isinstance(callback, kind) for callback in callbacks)) > 1:
-        raise OptionError(f"the trainer has {count} {kind.__name__}s. Give it one.")
+        raise OptionError(f"the trainer has {count} callbacks {kind.__name__}. Add only one.")
 
 
 def _require_options(
     options: Options,
 ) -> tuple[type[LoD] | type[BudgetTraining], dict[str, Any]]:
     """Return the method and its options; raise OptionError if a trainer cannot keep them."""
-    of_method: dict[str, Any] = dict(options)
-    method = of_method.pop("method", LoD)
+    method_options: dict[str, Any] = dict(options)
+    method = method_options.pop("method", LoD)
     if method is ElasticTraining:
         raise OptionError(
-            "ElasticTraining needs two passes per step, which a trainer does not do. Write the "
-            "loop with ElasticTraining.backward, or use fit."
+            "ElasticTraining needs two passes per step, which a trainer does not do. Use fit, or "
+            "your own loop with ElasticTraining.backward."
         )
     if method not in (LoD, BudgetTraining):
         raise OptionError(f"method={method!r} is not a method. Choose LoD or BudgetTraining.")
-    known = [o for o in Options.__annotations__ if o in inspect.signature(method).parameters]
-    for option in of_method:
-        if option in known:
+    available = [o for o in Options.__annotations__ if o in inspect.signature(method).parameters]
+    for option in method_options:
+        if option in available:
             continue
         if option in inspect.signature(method).parameters:
             raise OptionError(
-                f"{option} needs two passes per step, which a trainer does not do. Write the loop "
-                "with LoD.backward, or use fit."
+                f"{option} needs two passes per step, which a trainer does not do. Use fit, or "
+                "your own loop with LoD.backward."
             )
         raise OptionError(
-            f"{method.__name__} has no option {option!r}.{suggest(option, known)} Options: "
-            f"{listed(known, 12)}."
+            f"{method.__name__} has no option {option!r}.{suggest(option, available)} Options: "
+            f"{listed(available, 12)}."
         )
-    return method, of_method
+    return method, method_options
 
 
 def _require_matching_state(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that remembers other ranks, as after the best checkpoint was loaded."""
+    """Raise TrainingError if the optimizer's state has other ranks than the model.
+
+    That happens when a trainer has loaded the best checkpoint and trains again.
+    """
     optimizer = unwrapped_optimizer(optimizer)
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -199,7 +208,7 @@ def _require_matching_state(optimizer: Optimizer) -> None:
             sizes = zip(value.shape, parameter.shape, strict=True)
             if any(size not in (1, whole) for size, whole in sizes):
                 raise TrainingError(
-                    f"the optimizer remembers {key} of shape {tuple(value.shape)} for a parameter "
-                    f"of shape {tuple(parameter.shape)}: a state of other ranks was loaded into "
-                    "the model since. Make a new trainer, or set its optimizer to None."
+                    f"the optimizer has {key} of shape {tuple(value.shape)} for a parameter of "
+                    f"shape {tuple(parameter.shape)}: a state with other ranks was loaded into the "
+                    "model. Create a new trainer, or set its optimizer to None."
                 )

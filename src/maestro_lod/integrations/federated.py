@@ -1,8 +1,7 @@
-"""Federated training of one elastic model by clients of several sizes; no framework needed.
+"""Federated training of one low-rank model by clients of several sizes, without a framework.
 
-A client holds the leading ranks that its tier allows. The server sends it those alone, cut from its
-own tensors by reference, so that bytes follow the tier; what comes back is averaged rank by rank
-over the clients that hold the rank. The model at the end is an elastic one like any other.
+The server sends each client the first ranks that its tier allows, as views of the server's tensors.
+The replies are averaged rank by rank, over the clients that have the rank.
 
     for client in clients:
         receive(client.model, leading(server, client.share))
@@ -26,13 +25,25 @@ from maestro_lod.errors import LayerError, OptionError, TrainingError, listed
 from maestro_lod.layers.ranks import Ranks, match_ranks, require_low_rank, resolve_for, unwrapped
 
 Update: TypeAlias = tuple[Mapping[str, Tensor], float]
-"""What a client sends: its model's state, and how much it counts (usually its samples)."""
+"""The state of a client's model, and its weight: usually its number of samples."""
 
 
 def leading(model: nn.Module, ranks: Ranks | None) -> dict[str, Tensor]:
-    """Return the state of the submodel at these ranks, as views of the model's own tensors.
+    """Return the state of a submodel, as views of the model's tensors.
 
-    `ranks` as for `decompose`: a share is one of the full rank. None or 1.0 is the whole model.
+    >>> state = leading(server, 0.25)
+
+    Args:
+        model: The server's low-rank model.
+        ranks: Ranks as for `decompose`; a share is relative to the full rank. None or 1.0 is the
+            whole model.
+
+    Returns:
+        The state by name, with the first ranks of each factor.
+
+    Raises:
+        LayerError: The model has no low-rank layers.
+        OptionError: A rank is not usable.
     """
     whole = ranks is None or (isinstance(ranks, float) and ranks == 1.0)
     chosen = resolve_for(model, None if whole else ranks)
@@ -47,9 +58,17 @@ def leading(model: nn.Module, ranks: Ranks | None) -> dict[str, Tensor]:
 
 
 def receive(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load a state into a client's low-rank model, in place; it gets the ranks of the state.
+    """Load a state into a client's low-rank model, in place, and cut it to the ranks of the state.
 
-    A state that is not of this model, or has values that the model cannot hold, changes nothing.
+    >>> receive(client_model, leading(server, 0.25))
+
+    Args:
+        model: The client's low-rank model.
+        state: What `leading` returned.
+
+    Raises:
+        LayerError: The state belongs to another model. Nothing has changed then.
+        TrainingError: The model cannot hold its values. Nothing has changed then.
     """
     layers = require_low_rank(model)
     entries = _entries(model, {name: layer.full_rank for name, layer in layers.items()})
@@ -60,11 +79,21 @@ def receive(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def aggregate(model: nn.Module, updates: Iterable[Update]) -> None:
-    """Average what clients of any ranks sent into the server's model, in place.
+    """Average the updates of clients into the server's model, in place.
 
-    Each rank becomes the weighted mean over the clients that hold it, and ranks that no client
-    holds keep the server's value. If one update is not of this model, or has values that the model
-    cannot hold, nothing is changed.
+    Each rank becomes the weighted mean over the clients that have it. Ranks that no client has keep
+    the server's value.
+
+    >>> aggregate(server, [(client_model.state_dict(), 600.0)])
+
+    Args:
+        model: The server's low-rank model.
+        updates: The state and the weight of each client.
+
+    Raises:
+        LayerError: An update belongs to another model. Nothing has changed then.
+        OptionError: A weight is not positive and finite. Nothing has changed then.
+        TrainingError: The model cannot hold the values of an update. Nothing has changed then.
     """
     layers = require_low_rank(model)
     entries = _entries(model, {name: layer.rank for name, layer in layers.items()})
@@ -81,23 +110,23 @@ def aggregate(model: nn.Module, updates: Iterable[Update]) -> None:
         _require_state(sender, state, entries)
         for key, mean in means.items():
             mean.add(state[key], share)
-    results = [(mean.entry.own, mean.result()) for mean in means.values()]
-    for own, result in results:
-        own.copy_(result)
+    results = [(mean.entry.stored, mean.result()) for mean in means.values()]
+    for stored, result in results:
+        stored.copy_(result)
 
 
 def _entries(model: nn.Module, most: Mapping[str, int]) -> dict[str, _Entry]:
-    """Return the tensors of a low-rank model's state; `most` is how many ranks a layer can take."""
+    """Return the entries of a low-rank model's state; `most` is the largest rank of each layer."""
     by_parameter = _rank_dimensions(model)
     entries = {}
-    for key, own in unwrapped(model).state_dict(keep_vars=True).items():
-        layer, dim = by_parameter.get(id(own), (None, None))
-        entries[key] = _Entry(key, own, layer, dim, 0 if layer is None else most[layer])
+    for key, stored in unwrapped(model).state_dict(keep_vars=True).items():
+        layer, dim = by_parameter.get(id(stored), (None, None))
+        entries[key] = _Entry(key, stored, layer, dim, 0 if layer is None else most[layer])
     return entries
 
 
 def _rank_dimensions(model: nn.Module) -> dict[int, tuple[str, int]]:
-    """Return the layer and the dimension of the ranks of every factor, by its id."""
+    """Return the layer name and the rank dimension of every factor, by its id."""
     layers = require_low_rank(model)
     factors = [(name, layer.u, 1) for name, layer in layers.items()]
     factors += [(name, layer.v, 0) for name, layer in layers.items()]
@@ -106,61 +135,62 @@ def _rank_dimensions(model: nn.Module) -> dict[int, tuple[str, int]]:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor of a model's state, and what may be put in its place."""
+    """One tensor of a model's state, and the checks of its replacements."""
 
     key: str
-    own: Tensor
+    stored: Tensor
     layer: str | None
-    """Of a factor: its low-rank layer."""
+    """The low-rank layer of a factor."""
     dim: int | None
-    """Of a factor: the dimension of its ranks."""
+    """The dimension of a factor's ranks."""
     most: int
-    """Of a factor: how many ranks it can take."""
+    """The largest number of ranks of a factor."""
 
     def require_fit(self, sender: str, value: object) -> None:
-        """Refuse a value that this tensor cannot hold."""
+        """Raise LayerError or TrainingError for a value that this tensor cannot hold."""
         if (
             not isinstance(value, Tensor)
             or value.layout is not torch.strided
             or value.is_nested
             or value.is_meta
         ):
-            raise LayerError(f"{sender} has no dense tensor as {self.key}. Leave it out.")
+            raise LayerError(f"{sender} has no dense tensor for {self.key}. Leave this update out.")
         self._require_shape(sender, [*value.shape])
-        own = self.own.dtype
-        if value.dtype not in (_FLOATS if self.own.is_floating_point() else {own} & _WHOLE):
+        stored = self.stored.dtype
+        if value.dtype not in (_FLOATS if self.stored.is_floating_point() else {stored} & _WHOLE):
             raise LayerError(
-                f"{sender} has {value.dtype} in {self.key}, the model {own}: only real "
-                "floating-point values and unchanged types of whole numbers can be averaged."
+                f"{sender} has {value.dtype} in {self.key}, and the model has {stored}: only real "
+                "floats, and integers of the model's dtype, can be averaged. Send the state_dict() "
+                "of the model that was received."
             )
         if not value.isfinite().all():
             fault = "values that are not finite"
         elif self._overflows(value):
-            fault = f"values that overflow as {own}"
+            fault = f"values that overflow as {stored}"
         elif self.key.rpartition(".")[2] in _NONNEGATIVE and (value < 0).any():
             fault = "negative values"
         else:
             return
-        raise TrainingError(f"{sender} has {fault} in {self.key}. Leave it out.")
+        raise TrainingError(f"{sender} has {fault} in {self.key}. Leave this update out.")
 
     def _overflows(self, value: Tensor) -> bool:
-        if self.own.is_floating_point():
-            return not value.to(self.own.dtype).isfinite().all()
+        if self.stored.is_floating_point():
+            return not value.to(self.stored.dtype).isfinite().all()
         return bool((value.to(torch.float64).abs() > _MOST_WHOLE).any())
 
-    def _require_shape(self, sender: str, given: list[int]) -> None:
-        expected = [*self.own.shape]
-        if self.dim is not None and len(given) == len(expected):
-            if given[self.dim] > self.most:
+    def _require_shape(self, sender: str, shape: list[int]) -> None:
+        expected = [*self.stored.shape]
+        if self.dim is not None and len(shape) == len(expected):
+            if shape[self.dim] > self.most:
                 raise LayerError(
-                    f"{sender} has {given[self.dim]} ranks of {self.layer}, and the model can take "
-                    f"{self.most}. Send ranks that were received from this model."
+                    f"{sender} has {shape[self.dim]} ranks of {self.layer}, and the model can have "
+                    f"{self.most}. Send only ranks that were received from this model."
                 )
-            expected[self.dim] = given[self.dim]
-        if expected != given:
+            expected[self.dim] = shape[self.dim]
+        if expected != shape:
             raise LayerError(
-                f"{sender} has {self.key} of shape {tuple(given)}, the model "
-                f"{tuple(self.own.shape)}: it is of another model."
+                f"{sender} has {self.key} of shape {tuple(shape)}, and the model has "
+                f"{tuple(self.stored.shape)}. Send the state_dict() of the model that was received."
             )
 
 
@@ -168,26 +198,26 @@ _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _LARGEST = torch.finfo(torch.float64).max
 _MOST_WHOLE = 2.0**53
-"""Up to here float64, in which means are taken, tells whole numbers apart."""
+"""The largest number up to which float64, used for means, represents all integers."""
 _NONNEGATIVE = ("running_var", "num_batches_tracked")
-"""Buffers of norms that no training makes negative."""
+"""Buffers of norms that cannot become negative in training."""
 
 
 class _Mean:
-    """The weighted mean of one tensor over the clients, each rank over those that hold it.
+    """The running weighted mean of one tensor over the clients, each rank over those that have it.
 
-    It moves towards each client's value by the client's share of the weights up to there, in
-    float64: it never leaves the range of the values, and one client's values come back.
+    It is computed in float64 and moves towards each value by the value's share of all weights so
+    far: it stays within the range of the values, and equals the value of a single client.
     """
 
     def __init__(self, entry: _Entry) -> None:
-        own, dim = entry.own, entry.dim
+        stored, dim = entry.stored, entry.dim
         self.entry = entry
-        self.mean = torch.zeros_like(own, dtype=torch.float64)
-        shape = [1] * own.ndim
+        self.mean = torch.zeros_like(stored, dtype=torch.float64)
+        shape = [1] * stored.ndim
         if dim is not None:
-            shape[dim] = own.shape[dim]
-        self.weight = own.new_zeros(shape, dtype=torch.float64)
+            shape[dim] = stored.shape[dim]
+        self.weight = stored.new_zeros(shape, dtype=torch.float64)
 
     def add(self, value: Tensor, weight: float) -> None:
         mean, counted, dim = self.mean, self.weight, self.entry.dim
@@ -195,35 +225,35 @@ class _Mean:
             mean = mean.narrow(dim, 0, value.shape[dim])
             counted = counted.narrow(dim, 0, value.shape[dim])
         counted.add_(weight)
-        share = counted.new_tensor(weight) / counted  # by a number torch would take the reciprocal
+        share = (
+            counted.new_tensor(weight) / counted
+        )  # tensor / number would multiply by a rounded reciprocal
         mean.mul_(1 - share).add_(value.to(mean.device, torch.float64) * share)
-        mean.clamp_(-_LARGEST, _LARGEST)  # rounding may lift it above the largest value
+        mean.clamp_(-_LARGEST, _LARGEST)  # rounding may raise it above the largest value
 
     def result(self) -> Tensor:
-        """Return the mean in the model's dtype, and the model's own value where nothing came."""
-        own = self.entry.own
-        mean = self.mean if own.is_floating_point() else self.mean.round()  # counters
-        return torch.where(self.weight > 0, mean.to(own.dtype), own)
+        """Return the mean in the model's dtype; the model's value for ranks without updates."""
+        stored = self.entry.stored
+        mean = self.mean if stored.is_floating_point() else self.mean.round()  # counters
+        return torch.where(self.weight > 0, mean.to(stored.dtype), stored)
 
 
 def _require_weight(sender: str, weight: float) -> float:
     real = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
     number = float(weight) if real and weight <= sys.float_info.max else math.nan
     if not number > 0:
-        raise OptionError(
-            f"{sender} has the weight {weight!r}, which is not above zero and finite."
-        )
+        raise OptionError(f"{sender} has the weight {weight!r}. Give a finite number above zero.")
     return number
 
 
 def _require_state(sender: str, state: Mapping[str, Tensor], entries: Mapping[str, _Entry]) -> None:
-    """Refuse a state that is not of the model, or that the model cannot hold."""
+    """Raise LayerError or TrainingError for a state that the model cannot hold."""
     if not isinstance(state, Mapping):
-        raise LayerError(f"{sender} is a {type(state).__name__}, not a state_dict().")
+        raise LayerError(f"{sender} is a {type(state).__name__}. Send the state_dict() of a model.")
     if differing := sorted(map(str, state.keys() ^ entries.keys())):
         raise LayerError(
-            f"{sender} and the model do not have the same tensors; only one has "
-            f"{listed(differing)}. Clients send the state_dict() of the model they received."
+            f"{sender} and the model have different tensors; only one of them has "
+            f"{listed(differing)}. Send the state_dict() of the model that was received."
         )
     ranks: dict[str, int] = {}
     for key, entry in entries.items():
@@ -233,5 +263,5 @@ def _require_state(sender: str, state: Mapping[str, Tensor], entries: Mapping[st
             if ranks.setdefault(entry.layer, rank) != rank:
                 raise LayerError(
                     f"{sender} has {ranks[entry.layer]} ranks in one factor of {entry.layer} and "
-                    f"{rank} in the other."
+                    f"{rank} in the other. Send the state_dict() of the model that was received."
                 )

@@ -1,12 +1,12 @@
-"""A callback for the Hugging Face Trainer, and for its relatives.
+"""Callback for the Hugging Face Trainer and its subclasses.
 
     trainer = Trainer(lod.decompose(model), arguments, train_dataset=data)
     trainer.add_callback(LoDTrainerCallback(trainer, penalty=1e-5, proximal=True))
     trainer.train()
 
 Optimizer, scheduler, accumulation, clipping and precision are the trainer's. Each batch is one step
-at ranks of its own; the penalty is added once per optimizer step, before clipping, of which no
-event of the Trainer tells: the callback therefore goes around `trainer.training_step`.
+with its own sampled ranks. The penalty is added once per optimizer step, before clipping; the
+Trainer has no event there, so that the callback wraps `trainer.training_step`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from maestro_lod.integrations.driver import (
     Driver,
     Options,
     follow_loading,
+    read_schedule,
     require_single,
-    schedule_of,
 )
 from maestro_lod.layers.ranks import require_low_rank
 from maestro_lod.train.budget import BudgetTraining
@@ -36,26 +36,34 @@ from maestro_lod.train.method import RunPlan
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_KEY = "maestro_lod"  # of our state among those of the callbacks, in trainer_state.json
+_KEY = "maestro_lod"  # of this callback's state in trainer_state.json
 
 
 class LoDTrainerCallback(TrainerCallback):
-    """Trains the decomposed model of a Trainer by LoD; takes the trainer and LoD's options.
+    """Trains the decomposed model of a Trainer by LoD or BudgetTraining.
 
-    Its state is part of the trainer's checkpoints. What is known of an epoch (lod/…: ranks, size,
-    cost) goes through `trainer.log` to whatever the trainer reports to.
+    Its state is part of the trainer's checkpoints. The metrics lod/… (ranks, size, cost) of each
+    epoch are reported by `trainer.log`.
+
+    Args:
+        trainer: The trainer, whose model is low-rank.
+        **options: `method` and its options.
+
+    Raises:
+        LayerError: The model has no low-rank layers.
+        OptionError: An option is not usable, or the trainer shards parameters.
     """
 
     def __init__(self, trainer: Trainer, **options: Unpack[Options]) -> None:
         if not isinstance(trainer, Trainer):
             raise OptionError(
-                f"LoDTrainerCallback was given a {type(trainer).__name__}: make the trainer first, "
-                "then trainer.add_callback(LoDTrainerCallback(trainer, …))."
+                f"LoDTrainerCallback needs a Trainer, not a {type(trainer).__name__}. Create the "
+                "trainer first, then call trainer.add_callback(LoDTrainerCallback(trainer, …))."
             )
         require_whole_parameters(trainer.accelerator)
         self._driver = Driver(**options)
         self._untouched: Callable[..., Tensor] | None = None
-        self._trainer = cast("Any", trainer)  # its attributes may be None, by their types
+        self._trainer = cast("Any", trainer)  # the types of its attributes include None
         require_low_rank(self._trainer.model)
         follow_loading(self._trainer.model)
 
@@ -67,16 +75,15 @@ class LoDTrainerCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Make the method; weights and optimizer are restored by now, if there was a checkpoint."""
+        """Create the method, after weights and optimizer were restored from any checkpoint."""
         trainer = self._trainer
         require_single(trainer.callback_handler.callbacks, LoDTrainerCallback)
         states: Any = state.stateful_callbacks  # a dict once the state is made
         saved = states.get(_KEY) if state.global_step else None
         if state.global_step and not saved:
             raise TrainingError(
-                f"training goes on from step {state.global_step}, but the checkpoint holds no "
-                "state of LoDTrainerCallback. Load the model from it and train without "
-                "resume_from_checkpoint."
+                f"the checkpoint to resume from at step {state.global_step} has no state of "
+                "LoDTrainerCallback. Load its model, and train without resume_from_checkpoint."
             )
         self._driver.load_state_dict(_with_tensors(saved or {}))
         self._driver.start(trainer.model, trainer.optimizer, _plan(state, trainer.lr_scheduler))
@@ -87,7 +94,7 @@ class LoDTrainerCallback(TrainerCallback):
             trainer.training_step = self._training_step
 
     def _training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Do forward and backward of one batch at drawn ranks."""
+        """Do forward and backward of one batch at sampled ranks."""
         assert self._untouched is not None
         with self._driver.step():
             loss = self._untouched(model, *args, **kwargs)
@@ -105,7 +112,7 @@ class LoDTrainerCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """End an epoch that was cut short."""
+        """End an epoch that was stopped early."""
         self._end_epoch(state, control)
 
     def _end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
@@ -117,7 +124,7 @@ class LoDTrainerCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Leave the trainer as it was found; another train() starts anew."""
+        """Restore `trainer.training_step`; another train() starts from the beginning."""
         if self._untouched is not None:
             self._trainer.training_step = self._untouched
             self._untouched = None
@@ -128,15 +135,15 @@ def _plan(state: TrainerState, scheduler: object) -> RunPlan:
     return RunPlan(
         epochs=epochs,
         steps_per_epoch=-(-state.max_steps // epochs),
-        schedule=schedule_of(scheduler),
+        schedule=read_schedule(scheduler),
     )
 
 
 class _WhenWritten:
-    """Stands among the states of callbacks for one that is read when the trainer copies it.
+    """Placeholder of a callback's state that is read when the trainer copies it for a checkpoint.
 
-    The trainer does so to write a checkpoint. Its own way for callbacks that have a state would
-    make them anew from numbers and text when training goes on, which a method or a trainer is not.
+    The trainer's own mechanism for callbacks with a state creates them from JSON when training is
+    resumed, which is not possible with a trainer as an argument.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
@@ -147,7 +154,7 @@ class _WhenWritten:
 
 
 def _without_tensors(value: Any) -> Any:
-    """Return the state as JSON can hold it: tensors become text."""
+    """Return the state for JSON: tensors become text."""
     if isinstance(value, Tensor):
         return {"tensor": base64.b64encode(safetensors.torch.save({"": value})).decode()}
     if isinstance(value, Mapping):
@@ -158,7 +165,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _with_tensors(value: Any) -> Any:
-    """Undo `_without_tensors`."""
+    """Return the state with the tensors that `_without_tensors` replaced."""
     if isinstance(value, Mapping):
         if value.keys() == {"tensor"}:
             return safetensors.torch.load(base64.b64decode(value["tensor"]))[""]

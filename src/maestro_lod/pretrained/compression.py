@@ -33,7 +33,7 @@ from maestro_lod.sizes.calibration import Batches, Calibration, calibrate_plan
 from maestro_lod.sizes.outputs import SoftLoss, own_outputs
 from maestro_lod.train.evaluate import recalibrate
 
-_CORRECTION_BATCHES = 8  # each layer takes a pass of its own over them
+_CORRECTION_BATCHES = 8  # each layer needs its own pass over them
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Compressed:
     """The result of a compression: ranks and sizes."""
 
     ranks: dict[str, int]
-    """Of the low-rank layers; the others are dense at every size."""
+    """Of the low-rank layers; the others stay dense."""
     params: int
-    """Of the model as it is saved and loaded."""
+    """Of the compressed model."""
     dense_params: int
     bytes: int
     """Of the tensors in a file of the model."""
@@ -59,8 +59,8 @@ class Compressed:
         return sizes if self.distilled is None else f"{sizes}\n{self.distilled}"
 
 
-def _share(what: str, count: int, of: int) -> str:
-    return f"{count:,} of {of:,} {what} ({count / max(1, of):.2f}×)"
+def _share(unit: str, count: int, total: int) -> str:
+    return f"{count:,} of {total:,} {unit} ({count / max(1, total):.2f}×)"
 
 
 def compress(
@@ -95,7 +95,7 @@ def compress(
         correct: Whether to fit the layers one after the other to the original.
         distill_steps: The number of steps to train by the original at the end.
         soft_loss: `soft_loss(output, teacher)`, as for `distill`.
-        resume: A directory for finished stages: after a kill, the same call resumes there.
+        resume: A directory for finished stages: after an interruption, the same call resumes there.
         on_progress: `on_progress(done, total, note)` gets the progress of each stage; the note is
             "calibrating", "decomposing", "correcting" or "distilling".
 
@@ -103,7 +103,7 @@ def compress(
         The ranks, and the sizes of the model before and after.
 
     Raises:
-        DataError: There is no batch.
+        DataError: The data has no batch.
         LayerError: A layer has weights that are not finite, or the model is a bare layer.
         OptionError: The limit cannot be reached or cuts nothing, or `resume` belongs to another
             call.
@@ -112,7 +112,7 @@ def compress(
     require_whole("distill_steps", distill_steps)
     model, data = unwrapped(model), list(batches)
     if not data:
-        raise DataError("there is nothing to compress by: the data has no batch.")
+        raise DataError("the data to compress by has no batch. Give at least one.")
     plan = Plan(model, only=None, skip=None, ranks=None, tied=tied)
     require_usable_weights(plan)
     _require_inside(model, plan)
@@ -152,8 +152,9 @@ def _size(model: nn.Module) -> tuple[int, int]:
 def _require_inside(model: nn.Module, plan: Plan) -> None:
     if "" in plan.wanted():
         raise LayerError(
-            f"the model is a bare {type(model).__name__}, which cannot change in place. Compress "
-            "the model that contains it, or nn.Sequential(layer)."
+            f"the model is a single layer, which cannot be replaced in place: "
+            f"{type(model).__name__}. Compress the model that contains it, or "
+            "nn.Sequential(layer)."
         )
 
 
@@ -166,9 +167,9 @@ def _choose_ranks(
     *,
     corrected: bool,
 ) -> dict[str, int]:
-    """Return the ranks that lose least within a limit, of all layers that get factors.
+    """Return the ranks with the smallest loss within a limit, for the layers to decompose.
 
-    These are the layers that factors make smaller and, if they will be corrected, all that can be.
+    These are the layers that become smaller as factors and, with a correction, all that it can fit.
     """
     decomposed = restructure(copy_on_meta(model), plan.structure(), fill=uninitialized)
     layers = {name: plan.dense[name] for name in plan.wanted()}
@@ -179,8 +180,8 @@ def _choose_ranks(
     forms = better_forms(decomposed, ranks, copied=False)
     if "factored" not in forms.values():
         raise OptionError(
-            f"max_params={max_params} is met by the model as it is: no layer would be cut. Give a "
-            "smaller limit."
+            f"the model already meets max_params={max_params}, so that no layer would be cut. Give "
+            "a smaller limit."
         )
     made = low_rank_layers(decomposed)
     return {
@@ -191,7 +192,7 @@ def _choose_ranks(
 
 
 def _reporting(fill: Fill, count: int, on_progress: OnProgress) -> Fill:
-    """Return a fill that reports each layer that is done."""
+    """Return a fill that reports each finished layer."""
     done = itertools.count(1)
 
     def filled(name: str, dense: nn.Module, rank: int) -> LowRank:
@@ -220,7 +221,7 @@ def _correct(
 
 @torch.no_grad()
 def _take_over(model: nn.Module, compressed: nn.Module) -> None:
-    """Replace, in place, the layers and values of a model by those of its compressed copy."""
+    """Replace the layers and values of a model by those of its compressed copy, in place."""
     made = low_rank_layers(compressed)
 
     def fill(name: str, dense: nn.Module, rank: int) -> LowRank:
@@ -229,17 +230,17 @@ def _take_over(model: nn.Module, compressed: nn.Module) -> None:
         return layer
 
     restructure(model, structure_of(compressed), fill=fill)
-    for mine, others in (
+    for targets, sources in (
         (model.named_parameters(), compressed.named_parameters()),
         (model.named_buffers(), compressed.named_buffers()),
     ):
-        values = dict(others)
-        for name, tensor in mine:
+        values = dict(sources)
+        for name, tensor in targets:
             tensor.copy_(values[name])
 
 
 class _Counted:
-    """Batches that report how many of them were taken, on each pass over them."""
+    """Batches that report progress whenever they are iterated."""
 
     def __init__(self, data: list[Any], on_progress: OnProgress) -> None:
         self._data, self._on_progress = data, on_progress

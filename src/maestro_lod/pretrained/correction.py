@@ -1,9 +1,9 @@
 """Correction: fit the layers of a cut model, one after the other, to the original's outputs.
 
-A layer behind cut ones gets other inputs than it was made for. With the inputs x of the original
-and x̃ of the cut model, the layer that comes closest to the original's outputs W·x is the regression
-M = W·E[x·x̃ᵀ]·E[x̃·x̃ᵀ]⁻¹, and the best one of rank k is M split by the inputs that are there, x̃.
-Where there is a bias, it takes over the means.
+A layer behind cut layers gets other inputs than in training. With the inputs x of the original and
+x̃ of the cut model, the layer closest to the original's outputs W·x is the regression
+M = W·E[x·x̃ᵀ]·E[x̃·x̃ᵀ]⁻¹, and the best one of rank k is M factored with respect to the inputs x̃. A
+bias compensates for the means.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from maestro_lod.sizes.calibration import Batches, Calibration
 from maestro_lod.sizes.whitening import whitened_factors
 from maestro_lod.train.evaluate import recalibrate
 
-# How strongly a fitted layer is held to the original one, against what its inputs say.
-_HOLD = 0.1
-_ENOUGH = 4  # positions for each input of a layer: by fewer nothing can be fitted
+_RIDGE = 0.1  # weight of the original layer in the regression
+_ENOUGH = 4  # positions per input of a layer, the least for a regression
 
 
 @torch.no_grad()
@@ -49,9 +48,9 @@ def correct(
 ) -> int:
     """Fit linear layers and convolutions of a cut model to the original, in place and in order.
 
-    The model keeps its ranks, and each number of ranks stays the best of its layer; BatchNorms get
-    statistics of their own. Layers of other kinds, those that one call of the model uses more than
-    once, and those with few positions in the data for each of their inputs, are not changed.
+    The model keeps its ranks, and their order stays optimal for each layer; BatchNorms get new
+    statistics. Not changed are layers of other kinds, layers that one call uses more than once, and
+    layers with few positions in the data per input.
 
     >>> lod.correct(model, original, batches, calibration=seen)
 
@@ -59,7 +58,7 @@ def correct(
         model: The low-rank model.
         teacher: The original.
         batches: Batches (inputs, target), or inputs alone.
-        calibration: What the model was decomposed with; its gradients weight errors of outputs.
+        calibration: The calibration of the decomposition; its gradients weight errors of outputs.
         sizes: The ranks of several sizes: each layer is fitted to its inputs in all of them.
         on_progress: `on_progress(done, total, note)` gets the number of layers that are done.
 
@@ -67,24 +66,24 @@ def correct(
         The number of layers that were fitted.
 
     Raises:
-        DataError: There is no batch, or a batch does not reach a layer.
+        DataError: The data has no batch, or a batch does not reach a layer.
         OptionError: `sizes` is empty.
     """
     model, teacher = unwrapped(model), unwrapped(teacher)
     at_sizes = [resolve_for(model, ranks) for ranks in sizes]
     data = [split_batch(batch)[0] for batch in batches]
     if not data:
-        raise DataError("there is nothing to correct on: the data has no batch.")
+        raise DataError("the data to correct on has no batch. Give at least one.")
     if not at_sizes:
         raise OptionError("sizes=[] leaves nothing to correct. Give ranks, or leave it out.")
-    original = _opened_alike(teacher, model)
+    original = _unpacked_alike(teacher, model)
     with in_mode(model, training=False), in_mode(original, training=False):
-        for module in model.modules():  # so that later layers see what they will in the end
+        for module in model.modules():  # so that later layers get their final inputs
             module.training = isinstance(module, _BatchNorm)
         groups = _in_order(model, data[0])
         done, fitted, count = 0, 0, sum(map(len, groups))
         for group in groups:
-            pair = _Pair.seen(original, model, group[0], data, at_sizes)
+            pair = _Pair.measure(original, model, group[0], data, at_sizes)
             if pair.count >= _ENOUGH * len(at_sizes) * pair.cut.shape[1]:
                 for name in group:
                     _fit(model, original, name, pair, calibration)
@@ -95,19 +94,19 @@ def correct(
     return fitted
 
 
-def _opened_alike(teacher: nn.Module, model: nn.Module) -> nn.Module:
-    """Return the teacher, or a copy of it in which the modules are opened that the model opened."""
-    opened = {name: form for name, form in structure_of(model).items() if form == UNPACKED}
-    return restructured_copy(teacher, opened) if opened else teacher
+def _unpacked_alike(teacher: nn.Module, model: nn.Module) -> nn.Module:
+    """Return the teacher, in a copy with the same unpacked modules as the model if needed."""
+    unpacked = {name: form for name, form in structure_of(model).items() if form == UNPACKED}
+    return restructured_copy(teacher, unpacked) if unpacked else teacher
 
 
 def _in_order(model: nn.Module, inputs: Any) -> list[list[str]]:
-    """Return the layers in order of use; those that get the same input stand together."""
+    """Return the layers in order of use, in groups with the same input."""
     layers = {name: layer for name, layer in low_rank_layers(model).items() if layer.positionwise}
-    calls: list[tuple[str, Any]] = []  # inputs are kept, so that no other gets their place
+    calls: list[tuple[str, Any]] = []  # inputs are referenced, so that their ids stay unique
     with ExitStack() as hooks:
         for name, layer in layers.items():
-            _hook(hooks, layer, lambda x, called=name: calls.append((called, x)))  # type: ignore[misc]
+            _hook(hooks, layer, lambda x, name=name: calls.append((name, x)))  # type: ignore[misc]
         ModelInputs.of(inputs).to(device_of(model)).call(model)
     names = [name for name, _ in calls]
     groups: list[list[str]] = []
@@ -131,7 +130,7 @@ def _hook(hooks: ExitStack, layer: nn.Module, look: Callable[[Tensor], Any]) -> 
 
 
 class _Reached(BaseException):
-    """Ends a forward at the layer that is looked at: what comes behind is not needed."""
+    """Ends a forward at a layer, with its inputs."""
 
     def __init__(self, inputs: Tensor) -> None:
         self.inputs = inputs
@@ -147,12 +146,12 @@ def _inputs_at(model: nn.Module, name: str, inputs: Any) -> Tensor:
             ModelInputs.of(inputs).to(device_of(model)).call(model)
         except _Reached as reached:
             return reached.inputs
-    raise DataError(f"layer {name} is not reached by every batch: correct it with other data.")
+    raise DataError(f"a batch does not reach layer {name!r}. Give batches that do.")
 
 
 @dataclass
 class _Pair:
-    """Sums over what a layer sees in the original, x, and in the cut model, x̃, for each group."""
+    """Sums over a layer's inputs in the original, x, and in the cut model, x̃, for each group."""
 
     both: Tensor  # Σ x·x̃ᵀ (groups, n, n)
     cut: Tensor  # Σ x̃·x̃ᵀ
@@ -161,7 +160,7 @@ class _Pair:
     count: int
 
     @classmethod
-    def seen(
+    def measure(
         cls,
         original: nn.Module,
         model: nn.Module,
@@ -194,7 +193,7 @@ class _Pair:
         self.count += rows.shape[1]
 
     def moments(self, *, centered: bool) -> tuple[Tensor, Tensor]:
-        """Return E[x·x̃ᵀ] and E[x̃·x̃ᵀ], around the means or not."""
+        """Return E[x·x̃ᵀ] and E[x̃·x̃ᵀ], centered at the means on request."""
         both, cut = self.both / self.count, self.cut / self.count
         if centered:
             both = both - self.mean[:, :, None] * self.cut_mean[:, None]
@@ -211,9 +210,9 @@ def _fit(
     assert isinstance(weight, Tensor)
     matrices = layer.to_matrices(weight).double()
     both, cut = pair.moments(centered=bias is not None)
-    hold = torch.eye(cut.shape[1], dtype=cut.dtype, device=cut.device)
-    hold = hold * (_HOLD * cut.diagonal(dim1=1, dim2=2).mean()).clamp_min(1e-12)
-    regression = torch.linalg.solve(cut + hold, (matrices @ (both + hold)).mT).mT
+    ridge = torch.eye(cut.shape[1], dtype=cut.dtype, device=cut.device)
+    ridge = ridge * (_RIDGE * cut.diagonal(dim1=1, dim2=2).mean()).clamp_min(1e-12)
+    regression = torch.linalg.solve(cut + ridge, (matrices @ (both + ridge)).mT).mT
     seen = None if calibration is None else calibration.moments.get(name)
     outputs = None if seen is None else seen.outputs
     layer._set_matrices(*whitened_factors(regression, layer.rank, cut, outputs))

@@ -34,15 +34,14 @@ from maestro_lod.train.lod import LoD
 from maestro_lod.train.schedule import cosine
 
 Sizes: TypeAlias = Literal["below", "only"] | Sequence[Mapping[str, int | float]]
-"""The sizes to train: the student with all sizes below it, only the student itself, or these
-ranks."""
+"""The sizes to train: the student and smaller sizes, only the student, or these ranks."""
 
-_WARM_UP = 0.05  # of the steps, in which the learning rate rises
+_WARM_UP = 0.05  # share of the steps in which the learning rate rises
 _LARGEST_GRADIENT = 1.0
 _SAVED_EVERY = 50  # steps
 _STAGE = "distillation"
 HELD_OUT = 8
-"""One batch in this many is held out: it is measured on, and not trained on."""
+"""Every eighth batch is held out for the measurement."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ class Distilled:
         if self.better:
             return distances
         return (
-            f"{distances}. It did not fall: the weights from before are kept. Try a lower learning "
-            "rate, more steps, or more data."
+            f"{distances}. It did not fall, so that the weights from before are kept. Try a lower "
+            "learning rate, more steps, or more data."
         )
 
 
@@ -116,15 +115,15 @@ def distill(
         seed: The seed of sampled ranks.
         held_out: Batches to measure on. By default every eighth batch of a list is held out; of
             other data the first eight batches are measured on, and trained on too.
-        resume: A directory that is written every 50 steps: after a kill, the same call resumes
-            there. The batches must come in the same order each time.
+        resume: A directory that is written every 50 steps: after an interruption, the same call
+            resumes there. The batches must come in the same order each time.
         on_progress: `on_progress(done, total, note)` gets the number of steps that are done.
 
     Returns:
         The loss of each step, and the distances to the teacher before and after.
 
     Raises:
-        DataError: There is no batch.
+        DataError: The data has no batch.
         LayerError: The student has no low-rank layer, or a module in `hidden` does not exist.
         OptionError: An option is not usable, or `resume` belongs to another call.
     """
@@ -192,7 +191,7 @@ def _split(data: Batches, held_out: Batches | None) -> tuple[Iterable[Any], list
     else:
         measured = list(itertools.islice(batches, HELD_OUT))
     if not measured:
-        raise DataError("there is nothing to distill on: the data has no batch.")
+        raise DataError("the data to distill on has no batch. Give at least one.")
     return batches, measured
 
 
@@ -226,7 +225,7 @@ class DistillationLoss:
         hidden: Sequence[str],
     ) -> None:
         if teacher is student:
-            raise OptionError("teacher is the student itself. Give the original, or a copy of it.")
+            raise OptionError("the teacher is the student. Give the original, or a copy of it.")
         self._student, self._teacher = student, teacher
         self._soft_loss, self._hidden = soft_loss, hidden
         self._outputs: dict[tuple[nn.Module, str], Any] = {}
@@ -252,7 +251,9 @@ class DistillationLoss:
         try:
             return model.get_submodule(name).register_forward_hook(hook).remove
         except AttributeError:
-            raise LayerError(f"hidden={name!r}: there is no such module in the model.") from None
+            raise LayerError(
+                f"hidden={name!r} is not a module of the model. Give names of named_modules()."
+            ) from None
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Any], sizes: Sequence[Mapping[str, int]]) -> float:
@@ -268,7 +269,7 @@ class DistillationLoss:
     def on(
         self, inputs: Any, *, single: bool = False
     ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
-        """Return the forward of the student on inputs, and the loss of its output there.
+        """Return the forward of the student on inputs, and the loss of its output.
 
         The student is `single` while it is held in float32.
         """
@@ -276,12 +277,12 @@ class DistillationLoss:
         with torch.no_grad():
             target = call.call(self._teacher)
         soft_loss = self._soft_loss or soft_loss_for(target)
-        own = call.map_tensors(_single) if single else call
+        student_call = call.map_tensors(_single) if single else call
 
         def loss(output: Any) -> Tensor:
             return soft_loss(output, target) + self._hidden_loss()
 
-        return lambda: own.call(self._student), loss
+        return lambda: student_call.call(self._student), loss
 
     def _hidden_loss(self) -> Tensor | float:
         return sum(
@@ -292,7 +293,7 @@ class DistillationLoss:
 
 @contextmanager
 def _in_single_precision(model: nn.Module) -> Iterator[None]:
-    """Hold half precision in float32 inside: small steps would be rounded away."""
+    """Convert half precision to float32 inside, so that small steps are not rounded to zero."""
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.dtype for tensor in tensors]
     for tensor in tensors:
@@ -317,7 +318,7 @@ def _endless_inputs(data: Iterable[Any]) -> Iterator[Any]:
             empty = False
             yield split_batch(batch)[0]
         if empty:
-            raise DataError("there is nothing to distill on: the data has no batch.")
+            raise DataError("the data to distill on has no batch. Give at least one.")
 
 
 class _Training:
@@ -388,8 +389,8 @@ class _Training:
             self.note(batch)
         if self._data_digest != data_digest:
             raise OptionError(
-                "the unfinished work to resume is of other data, or of the same batches in another "
-                "order. Repeat that call, or remove the directory."
+                "the directory to resume from was written with other data, or with the same "
+                "batches in another order. Repeat that call, or remove the directory."
             )
         for part, state in zip(self._parts(), states, strict=True):
             part.load_state_dict(state)
@@ -399,7 +400,9 @@ class _Training:
 def _ranks_in_turn(model: nn.Module, sizes: Sizes) -> list[dict[str, int]]:
     if isinstance(sizes, str) and sizes != "only":
         raise OptionError(f"sizes={sizes!r} is not known. Choose 'below' or 'only', or give ranks.")
-    given = [{}] if isinstance(sizes, str) else [resolve_for(model, ranks) for ranks in sizes]
-    if not given:
+    ranks_in_turn = (
+        [{}] if isinstance(sizes, str) else [resolve_for(model, ranks) for ranks in sizes]
+    )
+    if not ranks_in_turn:
         raise OptionError("sizes=[] leaves nothing to train. Give ranks, 'below' or 'only'.")
-    return given
+    return ranks_in_turn

@@ -1,0 +1,1 @@
+"""Training: the loop, the methods, and what they share."""

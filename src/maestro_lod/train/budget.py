@@ -2,7 +2,7 @@
 
 A first part of the run trains the weights of the whole model, as dense training does. Then the
 layers are factored, and those ranks are chosen that lose the least within the budget, over all
-layers together. The others are removed, and what is left is trained as it is.
+layers together. The others are removed, and the remaining ranks are trained further.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _amount(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Budget:
-    """What the deployed model may cost, in params or MACs: a share of dense, or a count.
+    """The limit of the deployed model in params or MACs: a share of dense, or a count.
 
     As recipes and `BudgetTraining` are given it; `steps` are those before the budget is applied.
     """
@@ -83,7 +83,7 @@ class Budget:
 
     @property
     def kind(self) -> Literal["params", "macs"]:
-        """What is limited: "params" or "macs"."""
+        """The limited quantity: "params" or "macs"."""
         return "macs" if self.params is None else "params"
 
     @property
@@ -148,7 +148,7 @@ class BudgetSchedule:
     step: int = 0
     """Optimizer steps so far."""
     ranks: dict[str, int] = field(default_factory=dict)
-    """What the model is cut to, once that is known."""
+    """The ranks that the model is cut to, once they are known."""
     phase: str = "whole"
     """whole → holding (applied, until the epoch ends) → landed (the ranks are removed)."""
 

@@ -1,4 +1,4 @@
-"""Train a model as it is: what every other method is compared with."""
+"""Train the dense model, with which every other method is compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from maestro_lod.train.progress import MethodRecord
 
 @dataclass(frozen=True)
 class DenseSettings(Settings):
-    """There is nothing to choose."""
+    """Settings of dense training, which has no options."""
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
@@ -27,7 +27,7 @@ class DenseSettings(Settings):
 
 
 class Dense:
-    """Trains a model as it is."""
+    """Trains the dense model."""
 
     def __init__(self, dense: Cost | None = None) -> None:
         self._cost = dense
@@ -35,8 +35,8 @@ class Dense:
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
         if low_rank_layers(model):
             raise OptionError(
-                f"{type(model).__name__} is low-rank but fit got no method for it. "
-                "Give method=LoD(model, optimizer, …) or another."
+                f"{type(model).__name__} is low-rank, but fit has no method for it. "
+                "Give method=LoD(model, optimizer, …) or another one."
             )
         self._model = unwrapped(model)
 
@@ -58,7 +58,7 @@ class Dense:
         return value.detach() * weight
 
     def after_backward(self, weight: float) -> None:
-        """Add to the gradients of a batch, or change them; they were multiplied by the weight."""
+        """Change the gradients of a batch, which were multiplied by the weight."""
 
     def end_epoch(self, *, last: bool) -> None:
         pass

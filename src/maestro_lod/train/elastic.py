@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.distributed.collectives import explaining_loss_of_others
+from maestro_lod.distributed.collectives import peer_failure_context
 from maestro_lod.errors import (
     OptionError,
     TrainingError,
@@ -36,9 +36,9 @@ from maestro_lod.train.steps import (
     Draw,
     backward_pass,
     live_ranks,
+    missing_shape,
     soft_cross_entropy,
     teacher_pass,
-    why_not_comparable,
 )
 from maestro_lod.train.zero_ranks import ProtectedRanks
 
@@ -77,7 +77,7 @@ class SizeSampler:
         return bool(self._ladders)
 
     def build(self, costs: Costs) -> None:
-        """Decide how many ranks each layer keeps on each rung, by the weights as they are."""
+        """Choose the ranks of each layer at each rung, by the current weights."""
         kinds = ("params",) if costs.dense.macs is None else ("params", "macs")
         ladders = {kind: self._ladder(costs, kind) for kind in kinds}
         self._names = list(self._layers)
@@ -260,12 +260,12 @@ class ElasticTraining(RankTraining):
             OptionError: The loss is not one number that gradients can come from.
             TrainingError: The loss is NaN or infinite; weights are as before the step.
         """
-        with explaining_loss_of_others():
+        with peer_failure_context():
             draw = self._prepare_step(passes=2)
             total: Tensor | float = 0.0
             if draw is not None:
                 total, teacher = teacher_pass(
-                    forward, loss, weight, lambda y: bool(soft_loss) or not why_not_comparable(y)
+                    forward, loss, weight, lambda y: bool(soft_loss) or not missing_shape(y)
                 )
                 if teacher is not None:
                     compare = soft_loss or soft_cross_entropy

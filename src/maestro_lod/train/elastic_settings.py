@@ -18,7 +18,7 @@ from maestro_lod.train.budget import Budget
 from maestro_lod.train.every_size import Elastic
 from maestro_lod.train.lod_settings import _RANKS_ALONE, Decomposition
 from maestro_lod.train.method import Builder, Settings, setting
-from maestro_lod.train.size_settings import amount, narrowed, require_share
+from maestro_lod.train.size_settings import amount, build_narrower, require_share
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ElasticSettings(Settings):
         if share >= _RANKS_ALONE[budget.kind]:
             return super().build(builder, example)
         try:
-            return self.prepare(narrowed(builder, example, math.sqrt(share), budget.kind))
+            return self.prepare(build_narrower(builder, example, math.sqrt(share), budget.kind))
         except OptionError as error:
             raise OptionError(f"{error}{budget.hint}") from error
 

@@ -29,25 +29,30 @@ from maestro_lod.model.inputs import (
 )
 from maestro_lod.train.diagnostics import mismatch, require_loss
 
-IGNORED = -100  # targets that do not count, as in torch's cross-entropy
-SAMPLES = 2048  # of the training set, in the one batch that a search looks at; as in the paper
+IGNORED = -100  # the value of ignored targets, as in torch's cross-entropy
+SAMPLES = 2048  # training samples on which a search compares submodels; as in the paper
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy of class scores in the last dimension, over all targets that count.
+    """Cross-entropy of class scores in the last dimension, over all targets that are not ignored.
 
-    Without options it is the loss that an output brings along, if it has one: models of
-    transformers compute it from `labels` among their arguments.
-    `reduction="sum"` sums over them, which is what the paper's λ for its Transformer goes with.
+    Without options it is the `loss` of an output that has one: transformers' models compute it
+    from `labels` among their arguments.
+
+    Args:
+        label_smoothing: As for torch's cross-entropy.
+        reduction: "mean" or "sum" over the targets; the paper's λ for its Transformer needs "sum".
     """
 
     label_smoothing: float = 0.0
     reduction: str = "mean"
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        if self == CrossEntropy() and isinstance(own := getattr(output, "loss", None), Tensor):
-            return own
+        if self == CrossEntropy() and isinstance(
+            output_loss := getattr(output, "loss", None), Tensor
+        ):
+            return output_loss
         try:
             return F.cross_entropy(
                 output.flatten(0, -2),
@@ -62,26 +67,26 @@ class CrossEntropy:
             raise problem from error
 
     def soft(self, output: Any, teacher: Any, target: Tensor) -> Tensor:
-        """Return the same with the probabilities of a teacher's scores in place of targets."""
+        """Return the cross-entropy with the probabilities of a teacher's scores as targets."""
         counts = target.flatten() != IGNORED
-        given = (getattr(t, "logits", t) for t in (output, teacher))
-        scores, taught = (t.flatten(0, -2)[counts] for t in given)
-        return F.cross_entropy(scores, taught.softmax(-1), reduction=self.reduction)
+        logits = (getattr(t, "logits", t) for t in (output, teacher))
+        scores, teacher_scores = (t.flatten(0, -2)[counts] for t in logits)
+        return F.cross_entropy(scores, teacher_scores.softmax(-1), reduction=self.reduction)
 
 
 @dataclass
 class Score:
-    """Sums over samples, whose means are loss and accuracy; addable batch by batch."""
+    """Sums of losses and correct predictions, for the means over samples."""
 
     loss: float = 0.0
     correct: float = 0.0
     count: int = 0
     classified: int = 0
-    """How many of them had a class as target: without any there is no accuracy."""
+    """Samples with a class as target; without any there is no accuracy."""
 
     def add(self, loss: Tensor, output: Any, target: Any, *, summed: bool = False) -> None:
-        """Add one batch, given its mean loss, or the sum of its losses."""
-        hits = hits_of(output, target)
+        """Add a batch with its mean loss, or with the sum of its losses."""
+        hits = correct_predictions(output, target)
         count = samples_in(target) if hits is None else hits.numel()
         if hits is not None:
             self.correct += hits.sum().item()
@@ -96,7 +101,7 @@ class Score:
         return self
 
     def means(self, prefix: str = "") -> dict[str, float]:
-        """Return what is known, by name."""
+        """Return the mean loss and the accuracy, if known, by name."""
         if self.count == 0:
             return {}
         means = {f"{prefix}loss": self.loss / self.count}
@@ -110,13 +115,13 @@ def sums(loss: Loss) -> bool:
     return getattr(loss, "reduction", "mean") == "sum"
 
 
-def to_evaluate(loss: Loss) -> Loss:
-    """Return the loss to evaluate by: the training loss, or plain cross-entropy."""
+def evaluation_loss(loss: Loss) -> Loss:
+    """Return the loss for evaluation: the training loss, or cross-entropy without options."""
     return CrossEntropy() if isinstance(loss, CrossEntropy) else loss
 
 
-def hits_of(output: Any, target: Any) -> Tensor | None:
-    """Say for each target that counts whether it was predicted; None if targets are no classes.
+def correct_predictions(output: Any, target: Any) -> Tensor | None:
+    """Return for each target if it was predicted, ignored ones left out; None without classes.
 
     Class scores are in the last dimension of the output.
     """
@@ -164,7 +169,7 @@ def evaluate(
             score.add(value, output, target, summed=sums(loss))
             sequences = isinstance(target, Tensor) and target.ndim > 1
     if score.count == 0:
-        raise OptionError("there is nothing to evaluate on: the data has no batch with a target.")
+        raise OptionError("the evaluation data has no batch with a target. Give it at least one.")
     means = score.means()
     if sequences and score.classified:
         means["perplexity"] = math.exp(min(means["loss"], 700.0))  # above, it overflows
@@ -190,7 +195,7 @@ def recalibrate(
         How many batches were used: 0 if the model has no BatchNorm with statistics.
 
     Raises:
-        OptionError: The data has no batch. The statistics are as they were.
+        OptionError: The data has no batch. The statistics have not changed then.
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     if not norms or most == 0:
@@ -209,7 +214,9 @@ def recalibrate(
                     ModelInputs.of(inputs).to(device).call(model)
                 used += 1
             if used == 0:
-                raise OptionError("BatchNorm cannot be recalibrated: the data has no batch.")
+                raise OptionError(
+                    "the data to recalibrate BatchNorm on has no batch. Give at least one."
+                )
         except BaseException:
             for norm, buffers in zip(norms, before, strict=True):
                 norm.load_state_dict(buffers, strict=False)
@@ -224,22 +231,21 @@ def recalibrate(
 
 
 def first_samples(train_data: Iterable[Batch], count: int = SAMPLES) -> list[tuple[Any, Any]]:
-    """Return the same training samples each time, as one batch where they can be put together.
+    """Return the same training samples each time, as one batch if they can be concatenated.
 
-    Data that draws from torch's global generator begins at a fixed seed; afterwards the generator
-    is where it was.
+    The data is read with a fixed seed of torch's global generator, whose state is then restored.
     """
     batches: list[tuple[Any, Any]] = []
-    found = 0
+    samples = 0
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         for inputs, target in map(split_batch, train_data):
             batches.append((inputs, target))
-            found += samples_in(target)
-            if found >= count:
+            samples += samples_in(target)
+            if samples >= count:
                 break
     if not batches:
-        raise OptionError("the training data is empty: there is nothing to search on.")
+        raise OptionError("the training data has no batch to search on. Give at least one.")
     if all(isinstance(part, Tensor) for batch in batches for part in batch):
         inputs = torch.cat([inputs for inputs, _ in batches])[:count]
         return [(inputs, torch.cat([target for _, target in batches])[:count])]
@@ -247,7 +253,7 @@ def first_samples(train_data: Iterable[Batch], count: int = SAMPLES) -> list[tup
 
 
 def mean_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> float:
-    """Return the mean loss over all targets of some batches; NaN if none of them counts."""
+    """Return the mean loss over all targets of some batches; NaN if all are ignored."""
     device, score = device_of(model), Score()
     for inputs, target in map(split_batch, batches):
         target = on_device(target, device)
@@ -257,7 +263,7 @@ def mean_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> float:
 
 
 def judge(train_data: Iterable[Batch], loss: Loss) -> Callable[[nn.Module], float]:
-    """Return a function: model → its loss on the first samples, which are read once."""
+    """Return a function that computes a model's loss on the first samples, which it reads once."""
 
     @functools.cache
     def batches() -> list[tuple[Any, Any]]:

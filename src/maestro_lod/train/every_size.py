@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from maestro_lod.distributed.agreement import Agreement
-from maestro_lod.distributed.collectives import explaining_loss_of_others, told_by
-from maestro_lod.distributed.ddp import renew, wrappers_of
+from maestro_lod.distributed.collectives import broadcast_object, peer_failure_context
+from maestro_lod.distributed.ddp import find_wrappers, renew
 from maestro_lod.distributed.fsdp import shard_group
 from maestro_lod.errors import (
     LayerError,
@@ -140,7 +140,7 @@ class Elastic:
         require_optimizer(self.model, self.optimizer)
         require_trainable(self.model)
         self._layers: dict[str, LowRank] = require_ranks_to_train(self.model, 1, "Elastic")
-        self.ledger = Ledger.of(self.model, example)
+        self.ledger = Ledger.open_for(self.model, example)
         self._unfactored = Unfactored(self.model, self.optimizer, None)
         self._agreement, self._pace = Agreement(self.model), Pace(self.optimizer)
         self.rungs = Rungs(require_seed(seed))
@@ -233,7 +233,7 @@ class Elastic:
 
     def compare_with(self, dense: Cost) -> None:
         """Report relative costs with respect to `dense` instead of this model's own dense form."""
-        self.ledger.beside = dense.params, dense.macs
+        self.ledger.other_dense = dense.params, dense.macs
 
     def _count_macs(self, plan: RunPlan) -> None:
         if self.ledger.dense_macs is not None:
@@ -284,7 +284,7 @@ class Elastic:
             weight: Scales the gradients: 1/k where those of k batches are accumulated.
             soft_loss: How far an output is from the teacher's; it overrides the method's own.
         """
-        with explaining_loss_of_others():
+        with peer_failure_context():
             if self._plan is None:
                 raise TrainingError("no plan is known yet. Call start(…) before the first step.")
             self._agreement.before_step(self)
@@ -457,7 +457,7 @@ class Elastic:
     def _agreed(self, value: Any) -> Any:
         """Return what the first process has, in all processes."""
         group = self._agreement.group
-        return value if group is None else told_by(0, value, group)
+        return value if group is None else broadcast_object(0, value, group)
 
     def _objective(self, batches: Sequence[Batch]) -> Callable[[nn.Module], float]:
         """Return what tells the consolidation loss of a model on some batches."""
@@ -597,7 +597,7 @@ class Elastic:
         if teacher is not None:
             self.teacher = self._frozen_copy()
             self.teacher.load_state_dict(teacher)
-        for wrapper in wrappers_of(self.model):
+        for wrapper in find_wrappers(self.model):
             renew(wrapper)  # whose buckets are of other ranks if the model's state was
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning: train an extracted model, which consists of plain torch layers, a little further."""
+"""Fine-tuning: train an extracted model, which has only torch's own layers, for a few epochs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maestro_lod.train.fit import FitOptions, Watch, fit
 from maestro_lod.train.progress import Progress
 
 _STAGE = "finetuning"
-_RATE = 0.3  # of the learning rate that a training begins with; for an MLP better than 1 and 0.1
+_RATE = 0.3  # of a training's initial learning rate; better than 1 and 0.1 for an MLP
 
 
 def finetune(
@@ -43,8 +43,8 @@ def finetune(
         loss: `loss(output, target)`, as for `fit`.
         seed: The seed of the order of samples, as for `fit`.
         options: Further options of `fit`.
-        resume: A directory that is written after every epoch: after a kill, the same call resumes
-            there. It must be given the same training data, which is compared by its length alone.
+        resume: A directory that is written after every epoch: after an interruption, the same call
+            resumes there. It needs the same training data, which is compared by length alone.
 
     Returns:
         The progress of the training, with its history.
@@ -56,8 +56,8 @@ def finetune(
     require_at_least_one("epochs", epochs, "the number of epochs")
     if not isinstance(train_data, Sized):
         raise OptionError(
-            "fine-tuning needs training data with a length, to plan its learning rate. Give a list "
-            "or a DataLoader."
+            f"the training data has no length, which fine-tuning needs to plan its learning rate: "
+            f"{type(train_data).__name__}. Give a list or a DataLoader."
         )
     steps = epochs * -(-len(train_data) // (options or FitOptions()).accumulate)
     call = {

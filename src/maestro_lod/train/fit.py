@@ -1,4 +1,4 @@
-"""The training loop: by any method, from the start or resumed at any step."""
+"""The training loop: any method, from the start or resumed at any step."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from maestro_lod.train.evaluate import (
     CrossEntropy,
     Score,
     evaluate,
+    evaluation_loss,
     judge,
     recalibrate,
     sums,
-    to_evaluate,
 )
 from maestro_lod.train.method import Method, RunPlan, Schedule, total_epochs
 from maestro_lod.train.progress import EpochRecord, Progress, random_states, set_random_states
 from maestro_lod.train.schedule import from_scheduler
-from maestro_lod.train.shared_batches import share_of, whole_score
+from maestro_lod.train.shared_batches import combined_score, local_share
 
 
 def _ignore(progress: Progress) -> None:
@@ -80,11 +80,11 @@ class FitOptions:
     accumulate: int = 1
     """Batches per optimizer step."""
     amp: bool = False
-    """Compute in bfloat16 where that is safe."""
+    """Compute in bfloat16 where that is safe (torch.autocast)."""
     recalibration: int = 100
-    """Most batches on which BatchNorm is recalibrated after each epoch, before it is evaluated."""
+    """The largest number of batches on which BatchNorm is recalibrated before each evaluation."""
     share_batches: bool = False
-    """Whether all processes are given the same batches, and each trains on its part of them."""
+    """Whether all processes get the same batches, and each trains on its part of them."""
 
     def __post_init__(self) -> None:
         require_bool("amp", self.amp)
@@ -92,7 +92,7 @@ class FitOptions:
         require_whole("recalibration", self.recalibration)
         require_at_least_one("accumulate", self.accumulate, "the batches per optimizer step")
         if self.clip_norm is not None and require_nonnegative("clip_norm", self.clip_norm) == 0.0:
-            raise OptionError("clip_norm=0 would stop all training; leave it None not to clip.")
+            raise OptionError("clip_norm=0 would remove every gradient. Leave it None not to clip.")
 
 
 def fit(
@@ -120,24 +120,24 @@ def fit(
 
     Args:
         model: The model; low-rank ones need a method.
-        train_data: Returns the same batches each time it is iterated: pairs (inputs, target),
-            whose inputs may be a tuple or mapping of arguments; or mappings of arguments, whose
-            `labels` are the target.
-        optimizer: The optimizer; one for the whole model.
-        epochs: How many times to go through the training data, in all: a resumed run included. A
-            method may add epochs of its own: `Elastic` adds two for every five.
-        method: How to train, such as `LoD`, `BudgetTraining` or `ElasticTraining`; by default the
-            model is trained as it is.
-        loss: Returns the loss of (output, target). By default cross-entropy, or the `loss` that an
-            output has, as those of transformers' models do. Where a method distils, the loss has a
-            method `soft(output, teacher, target)`, or outputs are scores (N, classes).
+        train_data: An iterable of the same batches each time: pairs (inputs, target), whose inputs
+            may be a tuple or mapping of arguments; or mappings of arguments with the target
+            `labels`.
+        optimizer: One optimizer for the whole model.
+        epochs: The number of epochs, including those before the run was resumed. A method may add
+            epochs: `Elastic` adds two for every five.
+        method: The training method, such as `LoD`, `Elastic` or `BudgetTraining`; by default
+            dense training.
+        loss: Returns the loss of (output, target). By default cross-entropy, or the `loss` of an
+            output that has one, as in transformers. For methods that distil, the loss needs a
+            method `soft(output, teacher, target)` unless outputs are scores (N, classes).
         validation: Batches to evaluate on after each epoch.
         schedule: One of torch's schedulers, or a function that returns the share of the learning
             rate at a step.
-        seed: Seed of everything that is random.
-        options: Clipping, accumulation, precision and the like.
-        progress: Continues a run from where its `state_dict()` was taken, also in the middle of an
-            epoch, once model, optimizer and method are restored.
+        seed: Seed of all random numbers.
+        options: Clipping, accumulation, precision and others.
+        progress: The progress from which a run is resumed, also in the middle of an epoch; model,
+            optimizer and method must be restored before.
         watch: Callbacks after each step and each epoch; by default progress lines.
 
     Returns:
@@ -145,7 +145,7 @@ def fit(
 
     Raises:
         OptionError: An option is invalid, or the loss cannot be computed from the data.
-        TrainingError: There is no data, or the training has diverged.
+        TrainingError: The data has no batch, or the training has diverged.
     """
     require_whole("epochs", epochs)
     require_seed(seed)
@@ -157,7 +157,7 @@ def fit(
     method.start(model, optimizer, plan)
     one_step = _Step(model, optimizer, method, loss, plan.schedule, options)
     while progress.epoch < epochs:
-        _steps_of_epoch(_batches(train_data, seed, progress), one_step, progress, watch)
+        _train_epoch(_batches(train_data, seed, progress), one_step, progress, watch)
         _end_epoch(one_step, progress, train_data, validation, last=progress.epoch + 1 == epochs)
         watch.epoch(progress)
     return progress
@@ -171,20 +171,23 @@ def _plan(
     optimizer: Optimizer,
     loss: Loss,
 ) -> RunPlan:
-    """Return how long the training lasts, and the share of the learning rate at each step."""
+    """Return the length of the training and its schedule."""
     steps = _steps_per_epoch(train_data, accumulate)
     if isinstance(schedule, LRScheduler | ReduceLROnPlateau):
         schedule = from_scheduler(schedule, optimizer, epochs, steps)
     elif schedule is not None and not callable(schedule):
-        raise OptionError(f"schedule={schedule!r} is neither a function of the step nor torch's.")
-    judged = judge(train_data, to_evaluate(loss))
+        raise OptionError(
+            f"schedule={schedule!r} is not usable. Give a function of the step, or a scheduler of "
+            "torch."
+        )
+    judged = judge(train_data, evaluation_loss(loss))
     return RunPlan(epochs, steps, schedule, judged, train_data, loss)
 
 
-def _steps_of_epoch(
+def _train_epoch(
     batches: Iterator[Batch], one_step: _Step, progress: Progress, watch: Watch
 ) -> None:
-    """Do the remaining steps of an epoch; only they count as training time."""
+    """Do the remaining steps of an epoch, and measure their time."""
     one_step.model.train()
     began = time.perf_counter()
     while group := list(itertools.islice(batches, one_step.options.accumulate)):
@@ -193,7 +196,7 @@ def _steps_of_epoch(
         watch.step(progress)
         began = time.perf_counter()
     if progress.batch == 0:
-        raise TrainingError("the training data has no batch: nothing would be trained.")
+        raise TrainingError("the training data has no batch. Give at least one.")
 
 
 def _end_epoch(
@@ -209,16 +212,16 @@ def _end_epoch(
     require_finite_parameters(model)
     done.method.end_epoch(last=last)
     follow(model)
-    said = done.method.record()
-    if said.note is not None:
-        warnings.warn(said.note, UserWarning, stacklevel=3)
+    record = done.method.record()
+    if record.note is not None:
+        warnings.warn(record.note, UserWarning, stacklevel=3)
     recalibrate(inside(model), train_data, done.options.recalibration, amp=amp)
     reached: dict[str, float] = {}
     if validation is not None:
-        reached = evaluate(inside(model), validation, to_evaluate(done.loss), amp=amp)
+        reached = evaluate(inside(model), validation, evaluation_loss(done.loss), amp=amp)
     progress.history.append(
         EpochRecord(
-            **vars(said),
+            **vars(record),
             epoch=progress.epoch + 1,
             step=progress.step,
             seconds=progress.seconds,
@@ -244,7 +247,7 @@ class _Step:
     def __post_init__(self) -> None:
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        self.optimizer.zero_grad()  # of whatever came before, a step that failed halfway included
+        self.optimizer.zero_grad()  # gradients of earlier steps, such as one that failed
 
     def __call__(self, batches: list[Batch], progress: Progress) -> None:
         if self.schedule is not None:
@@ -255,7 +258,7 @@ class _Step:
             for i, (inputs, target) in enumerate(map(split_batch, batches), 1):
                 with quiet(self.model) if i < len(batches) else nullcontext():
                     self._backward(inputs, target, 1 / len(batches), score)
-        progress.score += whole_score(score) if self.options.share_batches else score
+        progress.score += combined_score(score) if self.options.share_batches else score
         if self.options.clip_norm is not None:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(trained, self.options.clip_norm)
@@ -267,7 +270,7 @@ class _Step:
     def _backward(self, inputs: Any, target: Any, weight: float, score: Score) -> None:
         device, amp, part = device_of(self.model), self.options.amp, 1.0
         if self.options.share_batches:
-            (inputs, target), part = share_of(inputs, target, summed=sums(self.loss))
+            (inputs, target), part = local_share(inputs, target, summed=sums(self.loss))
         inputs, target = on_device(inputs, device), on_device(target, device)
         last: tuple[Tensor, Any] | None = None
 
@@ -294,7 +297,10 @@ class _Step:
         soft_loss = None if compare is None else soft
         self.method.backward(forward, loss, weight=weight, soft_loss=soft_loss)
         if last is None:
-            raise TrainingError(f"{type(self.method).__name__}.backward never asked for the loss.")
+            raise TrainingError(
+                f"{type(self.method).__name__}.backward did not call `loss`. Call it in each "
+                "backward."
+            )
         if part:
             score.add(*last, target, summed=sums(self.loss))
 
@@ -308,18 +314,18 @@ def _steps_per_epoch(train_data: Iterable[Batch], accumulate: int) -> int | None
 
 
 def _batches(train_data: Iterable[Batch], seed: int, progress: Progress) -> Iterator[Batch]:
-    """Iterate over an epoch from the batch that is next, with the randomness it had."""
-    here = progress.random or random_states()  # the latter if the run stopped in this process
+    """Return the remaining batches of an epoch, after restoring the random states."""
+    states = progress.random or random_states()  # the latter in the process that was interrupted
     torch.manual_seed((seed * 1_000_003 + progress.epoch) % 2**63)
     batches = iter(train_data)
     if progress.batch:
-        found = sum(1 for _ in itertools.islice(batches, progress.batch))
-        if found < progress.batch:
+        skipped = sum(1 for _ in itertools.islice(batches, progress.batch))
+        if skipped < progress.batch:
             raise TrainingError(
-                f"the training data has {found} batches, but {progress.batch} of epoch "
-                f"{progress.epoch + 1} are done: this is not the data that the run began with."
+                f"the training data has {skipped} batches, but {progress.batch} of epoch "
+                f"{progress.epoch + 1} are done. Give the data that the run began with."
             )
-        set_random_states(here)
+        set_random_states(states)
     progress.random = None
     return batches
 
@@ -328,10 +334,10 @@ def _batches(train_data: Iterable[Batch], seed: int, progress: Progress) -> Iter
 
 
 def default_watch(epochs: int) -> Watch:
-    """Return callbacks that write a progress line every few seconds, where progress is shown."""
-    tell = ProgressLine("fit")
+    """Return callbacks that write a progress line every few seconds, if progress is enabled."""
+    line = ProgressLine("fit")
 
-    def place(progress: Progress) -> str:
+    def description(progress: Progress) -> str:
         if progress.batch or not progress.history:
             means = _measures("train", progress.score.means())
             return f"epoch {progress.epoch + 1} of {epochs}, batch {progress.batch}{means}"
@@ -343,9 +349,9 @@ def default_watch(epochs: int) -> Watch:
         return f"epoch {last.epoch} of {epochs} done{means}{size}"
 
     def epoch(progress: Progress) -> None:
-        (tell.end if progress.epoch == epochs else tell)(lambda: place(progress))
+        (line.end if progress.epoch == epochs else line)(lambda: description(progress))
 
-    return Watch(step=lambda progress: tell(lambda: place(progress)), epoch=epoch)
+    return Watch(step=lambda progress: line(lambda: description(progress)), epoch=epoch)
 
 
 def _measures(split: str, means: Mapping[str, float]) -> str:

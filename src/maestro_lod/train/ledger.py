@@ -17,7 +17,7 @@ from maestro_lod.model.macs import DenseMacs, dense_macs
 
 @dataclass(frozen=True)
 class EpochCost:
-    """One epoch of training: the ranks in force, and the cost of a step relative to dense."""
+    """The ranks of an epoch, and the cost of its steps."""
 
     ranks: dict[str, int]
     params: int
@@ -25,29 +25,29 @@ class EpochCost:
     macs: float | None
     """Expected forward MACs of a sampled step, by the paper's convention: always factored."""
     executed_macs: float | None
-    """The same as really executed, each layer factored or composed, whichever it chose."""
+    """Expected executed forward MACs: each layer factored or composed, as it chose."""
 
 
 @dataclass
 class Ledger:
-    """The cost of training beside that of training the dense model, epoch by epoch.
+    """The cost of training relative to training the dense model, epoch by epoch.
 
-    Counted as in the paper: parameters held in memory at the current ranks, and the expected
-    forward MACs of the sampled network. The factor for the backward is the same on both sides.
-    MACs are None until an example of the model's input is known.
+    Counted as in the paper: parameters in memory at the current ranks, and expected forward MACs of
+    the sampled network; the backward multiplies both sides by the same factor. MACs are None until
+    an example of the model's input is known.
     """
 
     dense_params: int
     dense_macs: int | None = None
     positions: dict[str, int] = field(default_factory=dict)
-    """At how many positions each low-rank layer applies its weight to the example."""
+    """The number of positions of the example to which each low-rank layer applies its weight."""
     epochs: list[EpochCost] = field(default_factory=list)
-    beside: tuple[int, int | None] | None = None
-    """Params and MACs of the dense model that costs are relative to, where it is another one."""
+    other_dense: tuple[int, int | None] | None = None
+    """Params and MACs of another dense model that costs are relative to, if there is one."""
 
     @classmethod
-    def of(cls, model: nn.Module, example: Example | None = None) -> Ledger:
-        """Open a ledger for a low-rank model."""
+    def open_for(cls, model: nn.Module, example: Example | None = None) -> Ledger:
+        """Return an empty ledger for a low-rank model."""
         layers = low_rank_layers(model)
         factored = sum(layer.weights() - layer.dense_weights for layer in layers.values())
         ledger = cls(dense_params=count_params(model) - factored)
@@ -58,20 +58,23 @@ class Ledger:
     @property
     def reference(self) -> tuple[int, int | None]:
         """Params and MACs of the dense model that costs are relative to."""
-        return self.beside or (self.dense_params, self.dense_macs)
+        return self.other_dense or (self.dense_params, self.dense_macs)
 
     def measure(self, model: nn.Module, example: Example) -> None:
-        """Learn where the layers work, from an example of the model's input."""
+        """Count MACs and positions on an example of the model's input."""
         macs = dense_macs(model, example)
         self.dense_macs, self.positions = macs.total, macs.positions
 
     def epoch_cost(
         self, model: nn.Module, chances: Mapping[str, Sequence[float]], *, full_pass: float = 0.0
     ) -> EpochCost:
-        """Return the cost of an epoch at the model's current ranks; append it to `epochs` to book.
+        """Return the cost of an epoch at the model's current ranks, to be appended to `epochs`.
 
-        `chances` says how likely each layer is at rank 1, 2, … in a step; layers that are not in
-        it always are at their own. `full_pass` is the share of steps with a pass at full rank too.
+        Args:
+            model: The low-rank model.
+            chances: The probability of each layer to be at rank 1, 2, … in a step; the others are
+                always at their stored rank.
+            full_pass: The share of steps with an additional pass at full rank.
         """
         layers = low_rank_layers(model)
         return EpochCost(
@@ -84,25 +87,25 @@ class Ledger:
         )
 
     def costs(self, model: nn.Module) -> Costs:
-        """Return what the model costs deployed at any ranks."""
+        """Return the costs of the deployed model at any ranks."""
         macs = self.dense_macs
         return Costs(model, None if macs is None else DenseMacs(macs, {}, self.positions))
 
     def deployed(self, model: nn.Module) -> Cost:
-        """Return what the model costs as `extract` gives it at its current ranks."""
+        """Return the cost of the extracted model at its current ranks."""
         return self.costs(model).at(ranks(model))
 
     def sizes(self, model: nn.Module) -> dict[str, Any]:
-        """Return what the model is and costs deployed, by the names that a `MethodRecord` has."""
+        """Return the size and cost of the deployed model, by the names of `MethodRecord`."""
         deployed = self.deployed(model)
         dense_params, dense_macs = self.reference
         share, macs = deployed.params / dense_params, deployed.macs
-        of_macs = None if macs is None or not dense_macs else macs / dense_macs
+        macs_share = None if macs is None or not dense_macs else macs / dense_macs
         return {
             "params": deployed.params,
             "macs": macs,
             "relative_params": share,
-            "relative_macs": of_macs,
+            "relative_macs": macs_share,
             "bits": count_bits(model, deployed.params),
             "relative_bits": share,
         }
@@ -118,10 +121,10 @@ class Ledger:
             return None
         layers = low_rank_layers(model)
         sampled = full = float(self.dense_macs)
-        for use in factor_uses(model):  # a shared head is drawn with its embedding
+        for use in factor_uses(model):  # a shared head has the rank of its embedding
             layer, positions = use.costs, self.positions[use.name]
             whole = macs(layer, positions, layer.rank)
-            if layers[use.owner].identity_factor is not None:  # trained as its weight
+            if layers[use.owner].identity_factor is not None:  # trained as a dense weight
                 whole = layer.dense_macs(positions)
             full += whole - layer.dense_macs(positions)
             sampled += whole - layer.dense_macs(positions)
@@ -141,20 +144,20 @@ class Ledger:
 
     @property
     def relative_executed_macs(self) -> float | None:
-        """Like `relative_macs`, for the MACs that were really executed."""
+        """Mean executed MACs per step over the epochs so far, relative to dense training."""
         return self._mean([epoch.executed_macs for epoch in self.epochs], self.reference[1])
 
     def relative(self) -> dict[str, float | None]:
-        """Return the costs so far, each relative to dense training, by name."""
+        """Return all costs so far, relative to dense training, by name."""
         kinds = ("relative_params", "relative_macs", "relative_executed_macs")
         return {kind: getattr(self, kind) for kind in kinds}
 
     @staticmethod
     def _mean(costs: list[int] | list[float | None], dense: int | None) -> float | None:
-        known = [cost for cost in costs if cost is not None]
-        if not dense or not known or len(known) < len(costs):
+        counted = [cost for cost in costs if cost is not None]
+        if not dense or not counted or len(counted) < len(costs):
             return None
-        return sum(known) / len(known) / dense
+        return sum(counted) / len(counted) / dense
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -164,5 +167,5 @@ class Ledger:
         self.dense_params, self.dense_macs = state["dense_params"], state["dense_macs"]
         self.positions = dict(state["positions"])
         self.epochs = [EpochCost(**epoch) for epoch in state["epochs"]]
-        beside = state.get("beside")  # which older states do not have
-        self.beside = None if beside is None else (beside[0], beside[1])
+        other = state.get("other_dense", state.get("beside"))  # its name in older states, if any
+        self.other_dense = None if other is None else (other[0], other[1])

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.distributed.collectives import explaining_loss_of_others
+from maestro_lod.distributed.collectives import peer_failure_context
 from maestro_lod.errors import OptionError, require_bool, require_nonnegative, require_whole
 from maestro_lod.layers.composed import composed_once
 from maestro_lod.layers.ranks import unwrapped
 from maestro_lod.model.inputs import Example
 from maestro_lod.sizes.rank_order import order_ranks
-from maestro_lod.train.diagnostics import unshrunk, warn_of_large_steps
+from maestro_lod.train.diagnostics import unshrunk, warn_about_large_steps
 from maestro_lod.train.method import RunPlan
 from maestro_lod.train.progress import MethodRecord
 from maestro_lod.train.rank_penalty import RankPenalty, require_penalty
@@ -26,17 +26,17 @@ from maestro_lod.train.sampling import RankSampler
 from maestro_lod.train.steps import (
     Draw,
     backward_pass,
+    missing_shape,
     soft_cross_entropy,
     teacher_pass,
-    why_not_comparable,
 )
 from maestro_lod.train.zero_ranks import ProtectedRanks, mostly_zero_initialized
 
-_PENALTY_USES = {None: None, False: "due", True: "applied"}  # as states say it
+_PENALTY_USES = {None: None, False: "due", True: "applied"}  # in saved states
 
 
 class LoD(RankTraining):
-    """Trains a decomposed model: samples ranks, penalizes useless ones, removes them.
+    """Trains a decomposed model by the paper's method: samples, penalizes and removes ranks.
 
     >>> train = LoD(model, optimizer, penalty=64e-6)
     >>> for epoch in range(epochs):
@@ -48,9 +48,9 @@ class LoD(RankTraining):
     ...         optimizer.zero_grad()
     ...     train.end_epoch()
 
-    Where a layer begins mostly as zeros, the whole model is trained first, for three tenths of the
-    run, or for the first epoch of a loop of your own: layers before one of zeros get next to no
-    gradients until it has grown, and sampling would drown the little that there is.
+    If a layer starts mostly as zeros, the whole model is trained first: for 30 % of the run with
+    `fit`, and for the first epoch in your own loop. Until such a layer has grown, the layers before
+    it get very small gradients, which are too noisy at sampled ranks.
 
     Args:
         model: A model with low-rank layers.
@@ -61,17 +61,17 @@ class LoD(RankTraining):
         sampling: How the active ranks of a step are sampled; see `RankSampler`.
         proximal: Replace the penalty's gradient by its exact proximal step after every
             `optimizer.step()`, which reaches zero under any optimizer.
-        min_rank: The rank that no layer falls below.
+        min_rank: The smallest rank of a layer.
         full_pass: Add a pass at full rank to every step, which goes through `backward`.
         distill: Train the sampled pass on the predictions of the full one.
-        ema: An averaged copy of the model that is cut together with it.
+        ema: An averaged copy of the model, which is cut to the same ranks.
         example: An input of the model, on which MACs are counted. Without it the first input of
             the training is used, unless the model is compiled or sharded.
 
     Raises:
         LayerError: The model has no low-rank layers, or parameters that cannot be trained.
         OptionError: An option is invalid, or no layer could lose a rank.
-        TrainingError: The optimizer does not hold the factors, or cannot follow a shrink.
+        TrainingError: The optimizer does not hold the factors, or does not support a shrink.
     """
 
     name: ClassVar[str] = "LoD"
@@ -107,14 +107,14 @@ class LoD(RankTraining):
         super().__init__(model, optimizer, min_rank=min_rank, ema=ema, example=example)
         self._protected = ProtectedRanks(self.model)
         self.warmup_epochs = int(mostly_zero_initialized(self.model))
-        """How many epochs train the whole model first, before ranks are sampled."""
+        """Number of warm-up epochs at full rank, before ranks are sampled."""
         self._penalty = RankPenalty(penalty, self._layers, self.optimizer, proximal=proximal)
         self._begin(record_example=example is None)
         self.sampler.left_out = self._steps.left_out
 
     @property
     def penalty(self) -> float:
-        """λ as it is now."""
+        """The current λ, which may be changed at any time."""
         return self._penalty.value
 
     @penalty.setter
@@ -128,7 +128,7 @@ class LoD(RankTraining):
 
     @property
     def in_warmup(self) -> bool:
-        """Whether this epoch trains the whole model, before ranks are sampled."""
+        """Whether this epoch is a warm-up epoch at full rank."""
         return self.epoch < self.warmup_epochs
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
@@ -140,17 +140,23 @@ class LoD(RankTraining):
 
     def _prepare_step(self, passes: int) -> Draw | None:
         if self.full_pass and passes == 1:
-            raise OptionError("full_pass=True needs two passes: use backward(forward, loss).")
+            raise OptionError(
+                "full_pass=True needs two passes per step. Use backward(forward, loss)."
+            )
         self._penalty.begin_step(suspended=self.in_warmup)
         self._compare_processes(unfactored=self.in_warmup)
         return None if self.in_warmup else self.sampler.sample
 
     def penalty_loss(self) -> Tensor:
-        """Return λ times the group lasso, to be added to the loss; zero in proximal mode."""
+        """Return λ times the group lasso, to be added to the loss.
+
+        Returns:
+            A differentiable scalar; zero in proximal mode and in warm-up epochs.
+        """
         return self._penalty.loss()
 
     def add_penalty_gradients(self, weight: float = 1.0) -> None:
-        """Add the gradients of `penalty_loss()` to those that are there, instead of adding it.
+        """Add the gradients of `penalty_loss()` to the factors, instead of adding it to the loss.
 
         Call it once per optimizer step, after the last backward and before gradients are clipped;
         or after each of k batches, with a weight of 1/k.
@@ -168,18 +174,18 @@ class LoD(RankTraining):
         weight: float = 1.0,
         soft_loss: Callable[[Any, Any], Tensor] | None = None,
     ) -> Tensor:
-        """Do all passes of one step, gradients of the penalty included.
+        """Do all passes of one step, and add the gradients of the penalty.
 
         >>> train.backward(lambda: model(x), lambda output: F.cross_entropy(output, y))
 
-        With `full_pass` that is a pass at full rank and a sampled one, each with its own backward,
-        unless all ranks are trained anyway; otherwise the sampled one.
+        That is one pass at sampled ranks and, with `full_pass`, one at full rank before it. Warm-up
+        epochs have one pass at full rank.
 
         Args:
             forward: Returns an output of the model.
             loss: Returns the loss of an output.
             weight: Scales all losses: 1/k where the gradients of k batches are accumulated.
-            soft_loss: What `distill` trains the sampled pass on, given its output and that of the
+            soft_loss: The loss of the sampled pass for `distill`, of its output and that of the
                 full pass; by default the cross-entropy of scores (N, classes, …).
 
         Returns:
@@ -190,7 +196,7 @@ class LoD(RankTraining):
                 cannot compare two outputs.
             TrainingError: The loss is NaN or infinite; weights are as before the step.
         """
-        with explaining_loss_of_others():
+        with peer_failure_context():
             draw = self._prepare_step(passes=2)
             total = self._two_passes(forward, loss, draw, weight, soft_loss)
             return total + self._penalty.add_gradients(weight)
@@ -203,7 +209,7 @@ class LoD(RankTraining):
         weight: float,
         soft_loss: Callable[[Any, Any], Tensor] | None,
     ) -> Tensor:
-        """Do the sampled pass, after one at full rank if there are to be two."""
+        """Do the sampled pass, after one at full rank with `full_pass`."""
         two = self.full_pass and draw is not None
         with composed_once(self.model, 2) if two else nullcontext():
             total: Tensor | float = 0.0
@@ -216,16 +222,16 @@ class LoD(RankTraining):
                 return backward_pass(forward, loss, weight) + total
 
     def _teaches(self, soft_loss: object) -> Callable[[Any], bool]:
-        """Return what decides if an output teaches; it raises OptionError if it cannot."""
+        """Return a predicate: is this output a target of the next pass? It checks the output."""
 
         def teaches(output: Any) -> bool:
             if not self.distill:
                 return False
-            if soft_loss is None and (shape := why_not_comparable(output)):
+            if soft_loss is None and (shape := missing_shape(output)):
                 raise OptionError(
-                    f"distill=True compares scores of {shape}. Say how to compare it: backward(…, "
-                    "soft_loss=lambda output, teacher: …), or in fit a loss with a method "
-                    "soft(output, teacher, target)."
+                    f"distill=True compares scores of {shape}. Give a function that compares two "
+                    "outputs: backward(…, soft_loss=lambda output, teacher: …), or in fit a loss "
+                    "with a method soft(output, teacher, target)."
                 )
             return True
 
@@ -251,14 +257,16 @@ class LoD(RankTraining):
         self._penalty.applied = None
         if self.epoch == self.warmup_epochs:
             order_ranks(self.model, self.optimizer, self.ema)
-            warn_of_large_steps(self.model, self.optimizer)
-        self._penalty.warn_of_floor(self.threshold, lost)
+            warn_about_large_steps(self.model, self.optimizer)
+        self._penalty.warn_if_stalled(self.threshold, lost)
 
     # -- reports and state ---------------------------------------------------------------------
 
     def facts(self) -> dict[str, object]:
-        drawn = {"the ranks to draw (seed and steps so far)": self.sampler.fingerprint()}
-        return super().facts() | drawn
+        return {
+            **super().facts(),
+            "the ranks to sample (seed and steps so far)": self.sampler.fingerprint(),
+        }
 
     def _options(self) -> str:
         return (
@@ -267,7 +275,7 @@ class LoD(RankTraining):
         )
 
     def record(self) -> MethodRecord:
-        """Return the ranks of the model, its size as it would be deployed, and λ."""
+        """Return the ranks, the deployed size and λ."""
         record = replace(super().record(), penalty=self.penalty)
         if self.threshold is None or self._epochs is None:
             return record

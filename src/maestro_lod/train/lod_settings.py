@@ -1,4 +1,4 @@
-"""Settings of low-rank training in recipes: by λ, to a size, or for every size."""
+"""Recipe settings of low-rank training: by λ, to a size, or for all sizes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import Builder, Settings, setting
 from maestro_lod.train.rank_training import RankTraining
 from maestro_lod.train.sampling import STRATEGIES
-from maestro_lod.train.size_settings import amount, narrowed
+from maestro_lod.train.size_settings import amount, build_narrower
 
 
 def _require_rank(value: Any) -> Any:
-    """Refuse what is neither a rank nor a share of the full one; whole numbers stay whole."""
+    """Return a rank or a share of the full rank; raise ValueError for anything else."""
     share = isinstance(value, float) and 0.0 < value < 1.0
     if not share and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ValueError("must be a rank, or a share of the full rank between 0 and 1")
@@ -35,7 +35,7 @@ def _require_ranks(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _require_rank(rank) for name, rank in value.items()}
     if value == 0:
-        raise ValueError("must be 1 or more: at rank 0 there is nothing to train")
+        raise ValueError("must be 1 or more: rank 0 has nothing to train")
     return value if value is None else _require_rank(value)
 
 
@@ -46,21 +46,23 @@ class Decomposition:
     only: list[str] | None = setting(None, "patterns of layers; others stay dense")
     skip: list[str] = setting([], "patterns of layers that stay dense")
     ranks: int | float | dict[str, int | float] | None = setting(
-        None, "at first: a rank, a share, or these by layer", check=_require_ranks
+        None,
+        "initial ranks: a rank, a share of the full rank, or one per layer",
+        check=_require_ranks,
     )
     tied: Literal["keep", "share"] = setting("keep", "of an embedding with its head")
 
 
 _RANKS_ALONE = {"params": 0.25, "macs": 0.5}
-"""The share of dense below which a model loses less if it begins narrower and keeps more ranks.
+"""The share of dense below which a narrower model with more ranks has a lower loss.
 
-The width then takes the square root of the share, and ranks the rest.
+The width is then reduced to the square root of the share, and the ranks give the rest.
 """
 
 
 @dataclass(frozen=True)
 class LoDSettings(Settings):
-    """What a recipe chooses of low-rank training: by λ, to a size, or for every size."""
+    """Recipe settings of low-rank training: by λ, to a size, or for all sizes."""
 
     alternatives = ("penalty", "budget", "elastic")
 
@@ -79,13 +81,17 @@ class LoDSettings(Settings):
 
     def __post_init__(self) -> None:
         if self.distill and not self.full_pass:
-            raise OptionError("distill needs its teacher: set full_pass=true too.")
+            raise OptionError("distill needs the full pass as its teacher. Set full_pass=true.")
         if self.budget is not None and (self.penalty or not self.shrink):
-            raise OptionError("budget removes ranks by itself: leave penalty and shrink out.")
+            raise OptionError(
+                "budget cannot be combined with penalty or shrink=false. Leave them out."
+            )
         if self.elastic:
             require_smallest(self.elastic)
             if self.budget is not None or self.penalty:
-                raise OptionError("elastic cannot be combined with penalty or budget.")
+                raise OptionError(
+                    "elastic cannot be combined with penalty or budget. Leave them out."
+                )
 
     def build(self, builder: Builder, example: Example) -> nn.Module:
         budget = self.budget
@@ -97,7 +103,7 @@ class LoDSettings(Settings):
         if share >= _RANKS_ALONE[budget.kind]:
             return super().build(builder, example)
         try:
-            return self.prepare(narrowed(builder, example, math.sqrt(share), budget.kind))
+            return self.prepare(build_narrower(builder, example, math.sqrt(share), budget.kind))
         except OptionError as error:
             raise OptionError(f"{error}{budget.hint}") from error
 
@@ -115,7 +121,7 @@ class LoDSettings(Settings):
         train: RankTraining
         threshold = self.threshold if self.shrink else None
         if (budget := self.budget) is not None:
-            # of the recipe's model, which may be wider
+            # relative to the recipe's model, which may be wider
             limit = budget.limit(amount(dense, budget.kind))
             params, macs = (limit, None) if budget.kind == "params" else (None, limit)
             train = BudgetTraining(

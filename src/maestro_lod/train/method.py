@@ -1,8 +1,8 @@
 """The interface between methods of training and `fit`, recipes and resuming.
 
-A method is two things. Its `Settings` are what a user chooses: a frozen dataclass whose fields are
-keys of a recipe; it prepares the model and, once there is an optimizer, makes the `Method`, which
-does the steps, ends the epochs, and says what it is about. A `LoD` is a `Method`.
+A method has two parts. Its `Settings` are a frozen dataclass whose fields are keys of a recipe.
+They prepare the model and, given the optimizer, create the `Method`. The `Method`, such as `LoD`,
+does the steps, ends the epochs, and reports size and cost.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from maestro_lod.model.inputs import Batch, Example, Loss
 from maestro_lod.train.progress import MethodRecord
 
 Schedule = Callable[[int], float]
-"""The share of its initial learning rate that each parameter group has at optimizer step s."""
+"""Returns the share of the initial learning rate at an optimizer step."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How long a training will last."""
+    """The length of a training, its schedule, and its loss on fixed samples."""
 
     epochs: int
     steps_per_epoch: int | None
-    """Optimizer steps; None where nobody knows, as for data without a length."""
+    """Optimizer steps; None for data without a length."""
     schedule: Schedule | None = None
     loss_of: Callable[[nn.Module], float] | None = dataclasses.field(default=None, compare=False)
-    """The loss of a model on some training samples, the same ones each time."""
+    """Returns the loss of a model on a fixed set of training samples."""
     batches: Iterable[Batch] | None = dataclasses.field(default=None, compare=False)
     """The training batches, to be iterated again."""
     loss: Loss | None = dataclasses.field(default=None, compare=False)
@@ -42,10 +42,10 @@ class RunPlan:
 
 
 class Method(Protocol):
-    """One training of one model by one optimizer."""
+    """The training of one model by one optimizer."""
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
-        """Begin the run, or go on with it if a state was loaded."""
+        """Start a run, or resume it after a state was loaded."""
 
     def backward(
         self,
@@ -55,38 +55,38 @@ class Method(Protocol):
         weight: float = 1.0,
         soft_loss: Callable[[Any, Any], Tensor] | None = None,
     ) -> object:
-        """Do the passes over one batch, its gradients multiplied by `weight`.
+        """Do the passes over one batch, with gradients multiplied by `weight`.
 
         `forward()` runs the model that is trained, `forward(other)` another one on the same batch.
 
-        `loss` is to be asked for the loss of an output at least once: what it says last is shown.
-        `soft_loss(output, teacher)`, where there is one, compares two outputs.
+        It calls `loss` at least once, with an output; the last value is reported.
+        `soft_loss(output, teacher)`, if given, compares two outputs.
         """
 
     def end_epoch(self, *, last: bool) -> object:
-        """Do what ends an epoch; parameters may be replaced, in the optimizer too."""
+        """End an epoch; parameters may be replaced in the model and in the optimizer."""
 
     def record(self) -> MethodRecord:
-        """Say what the model is and costs now, for the record of the epoch that has ended."""
+        """Return the size and cost of the model for the record of the finished epoch."""
 
     def training_cost(self) -> dict[str, float | None] | None:
-        """Return what training has cost relative to dense, by kind; None where nobody counted."""
+        """Return the cost of training relative to dense, by kind; None if it was not counted."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state as numbers, strings, lists, mappings and tensors."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; those of model and optimizer are restored already."""
+        """Restore the state, after those of model and optimizer."""
 
 
 @runtime_checkable
 class Reshaping(Protocol):
-    """A method that exchanges layers while it trains, so that a resumed run has to do it again."""
+    """A method that replaces layers while it trains, so that a resumed run must do so too."""
 
     def reshape(self, state: dict[str, Any]) -> None:
-        """Give model and optimizer the parameters that they had when the state was taken.
+        """Replace layers as they were replaced when the state was saved.
 
-        Comes before all states are loaded: only shapes, and their order, have to be right.
+        It is called before all states are loaded: only shapes and their order have to be equal.
         """
 
 
@@ -108,27 +108,27 @@ class Builder(Protocol):
 
     @property
     def width(self) -> int | None:
-        """The width that the model has; None if it cannot be built with another one."""
+        """The width of the model; None if it cannot be built with another one."""
 
     def __call__(self, width: int | None = None) -> nn.Module:
-        """Return a new model, of another width if one is given."""
+        """Return a new model, with another width if one is given."""
 
 
 class Settings(ABC):
-    """What a user chooses of a method: a frozen dataclass, made of `setting`s, that makes it."""
+    """Options of a method in recipes: a frozen dataclass of `setting`s that creates it."""
 
     alternatives: ClassVar[tuple[str, ...]] = ()
-    """Settings of which one is chosen: what is asked for later takes the place of the others."""
+    """Settings of which only one is used: a later one replaces the others."""
     least_epochs: ClassVar[int] = 1
-    """Epochs that its stages need."""
+    """The smallest number of epochs that the method needs."""
 
     @classmethod
     def at_size(cls, size: float) -> dict[str, Any]:
-        """Return the settings that make a model of this share of the dense parameters."""
-        raise OptionError("the method finds its size itself. Leave the size out.")
+        """Return the settings for a model with this share of the dense parameters."""
+        raise OptionError("this method chooses the size itself. Leave the size out.")
 
     def build(self, builder: Builder, example: Example) -> nn.Module:
-        """Return the model to train; what needs no other width is done by `prepare`."""
+        """Return the model to train: a built one, after `prepare`."""
         return self.prepare(builder())
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -139,20 +139,25 @@ class Settings(ABC):
         return model
 
     def require_optimizer(self, kind: type[Optimizer]) -> None:
-        """Refuse a kind of optimizer that the method cannot work with; by default none."""
+        """Raise OptionError for an optimizer that the method cannot use; by default for none."""
         return
 
     def reshape(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-        """Give a built model the shapes of a saved one; for those that make layers narrower."""
+        """Give a built model the shapes of a saved one, if the method makes layers narrower."""
         return
 
     @abstractmethod
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
     ) -> Method:
-        """Return the method for a prepared model; `example` is an input of it.
+        """Return the method for a prepared model.
 
-        `dense` is what the dense model costs: all that is relative is relative to that.
+        Args:
+            model: The prepared model.
+            optimizer: The optimizer of the run.
+            example: An input of the model.
+            seed: Seed of sampled ranks.
+            dense: The cost of the dense model, which relative costs refer to.
         """
 
 
@@ -164,7 +169,15 @@ def setting(
     choices: Iterable[str] | None = None,
     check: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return the dataclass field of one setting; `check` returns a value or raises ValueError."""
+    """Return the dataclass field of one setting.
+
+    Args:
+        default: The default value.
+        meaning: The description in the reference of recipes.
+        least: The smallest value.
+        choices: The allowed values.
+        check: Returns the value to use, or raises ValueError.
+    """
     metadata = {"meaning": meaning, "least": least, "choices": choices, "check": check}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: [*default], metadata=metadata)

@@ -1,7 +1,7 @@
 """The hierarchical group lasso: Σ over layers and ranks b of ‖U_b:‖ + ‖V_b:‖, b: = ranks b and up.
 
-Each rank is in all the groups that start at or before it, so a rank costs more the later it comes:
-useless ranks go to zero from the end, and what is left is ordered by importance.
+Each rank is in all groups that start at or before it, so that later ranks are penalized more:
+useless ranks become zero from the end, and the remaining ones are ordered by importance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from maestro_lod.layers.ranks import require_low_rank
 _OTHERS = {
     dim: {ndim: [d for d in range(ndim) if d != dim] for ndim in (2, 3, 4, 5)} for dim in (0, 1)
 }
-"""The dimensions of a factor beside that of its ranks, by that one and by how many there are."""
+"""The dimensions of a factor other than its ranks', by rank dimension and number of dimensions."""
 
 
 def _rank_squares(factors: Sequence[Tensor]) -> list[Tensor]:
@@ -51,27 +51,27 @@ def _rank_squares(factors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _all_small(factors: Sequence[Tensor]) -> bool:
-    """Say whether calls cost more than memory, so that one for all factors is worth a copy."""
+    """Return True for small factors, for which one call with a copy is faster than many calls."""
     return all(f.numel() <= 65536 and f.device == factors[0].device for f in factors)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where ranks are: laid end to end, factor by factor, or as (factors, largest rank).
+    """Indices between two layouts of all ranks: flat, and (factors, largest rank).
 
-    Two gathers lead from one to the other, because padding and slicing row by row would cost a
-    small model more than the penalty itself.
+    Two gathers convert between them: in a small model, padding and slicing row by row would take
+    longer than the penalty itself.
     """
 
     ranks: tuple[int, ...]
     padded: Tensor
-    """(factors · largest rank) in place of the matrix: which rank stands there, the last of a
-    factor first, so that tails are cumulative sums. Behind the end is a zero."""
+    """For each cell of the matrix, the flat index of its rank; the last rank of a factor comes
+    first, so that tails are cumulative sums. Cells without a rank refer to a zero at the end."""
     cells: Tensor
-    """For each rank, where in the matrix that counts from the first it stands."""
+    """For each rank, its cell in a matrix whose first column has the first ranks."""
 
     @classmethod
-    def of(cls, ranks: tuple[int, ...], device: torch.device) -> _Layout:
+    def from_ranks(cls, ranks: tuple[int, ...], device: torch.device) -> _Layout:
         starts, widest, total = [sum(ranks[:i]) for i in range(len(ranks))], max(ranks), sum(ranks)
         padded = [
             start + b if b < rank else total
@@ -86,32 +86,32 @@ class _Layout:
         )
 
     def reversed_rows(self, values: Sequence[Tensor]) -> Tensor:
-        """Lay the values of all ranks out as (factors, largest rank), the last rank first."""
+        """Return the values of all ranks as (factors, largest rank), the last rank first."""
         flat = torch.cat([*values, values[0].new_zeros(1)])
         return flat.index_select(0, self.padded).view(len(self.ranks), -1)
 
     def flat(self, matrix: Tensor) -> Tensor:
-        """Take the values of all ranks from (factors, largest rank), the first rank first."""
+        """Return the flat values of a (factors, largest rank) matrix, the first rank first."""
         return matrix.reshape(-1).index_select(0, self.cells)
 
 
 @functools.lru_cache(maxsize=64)
 def _remembered_layout(ranks: tuple[int, ...], device: torch.device) -> _Layout:
-    with torch.inference_mode(False):  # whoever asks first: autograd may save it for another
-        return _Layout.of(ranks, device)
+    with torch.inference_mode(False):  # cached: autograd may save it later
+        return _Layout.from_ranks(ranks, device)
 
 
 def _layout(factors: Sequence[Tensor]) -> _Layout:
-    """Look the layout up, except in a graph that is being compiled, which keeps it itself."""
+    """Return the cached layout of factors; a graph that is being compiled stores its own."""
     ranks = tuple(f.shape[1 - i % 2] for i, f in enumerate(factors))  # u, v, u, v, …
     compiling = torch.compiler.is_compiling()
-    return (_Layout.of if compiling else _remembered_layout)(ranks, factors[0].device)
+    return (_Layout.from_ranks if compiling else _remembered_layout)(ranks, factors[0].device)
 
 
 def _tail_squares(factors: Sequence[Tensor]) -> Tensor:
     """Return ‖F_b:‖² for every rank b of every factor as (factors, largest rank), last rank first.
 
-    Where a factor has fewer ranks, zeros come first.
+    Rows of factors with fewer ranks start with zeros.
     """
     return _layout(factors).reversed_rows(_rank_squares(factors)).cumsum(1)
 
@@ -150,7 +150,7 @@ class _GroupLasso(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         squares, *factors = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient will be differentiated too
+        if torch.is_grad_enabled():  # for second derivatives
             squares = _tail_squares(factors)
         scales = _gradient_scales(squares).mul_(ctx.weight * grad)
         needed = ctx.needs_input_grad[1:]
@@ -159,7 +159,7 @@ class _GroupLasso(torch.autograd.Function):
 
 
 def _gradient_scales(tail_squares: Tensor) -> Tensor:
-    """Return what each rank is multiplied with in the gradient, the first rank first.
+    """Return the factor of each rank in the gradient, the first rank first.
 
     Rank j is in the groups b ≤ j, and d‖F_b:‖/dF_j = F_j/‖F_b:‖; a zero tail counts as zero.
     """
@@ -196,23 +196,23 @@ def weighted_group_lasso(layers: Iterable[LowRank], weight: float) -> Tensor:
 def add_group_lasso_gradients(
     layers: Iterable[LowRank], strength: float, weight: float = 1.0
 ) -> Tensor:
-    """Add the gradients of weight · strength · `group_lasso` to those there are; return its value.
+    """Add the gradients of weight · strength · `group_lasso` to the factors; return its value.
 
-    They are, bit for bit, those that a backward of `weight * weighted_group_lasso` would bring.
+    They are bit for bit equal to those of a backward of `weight * weighted_group_lasso`.
     """
     factors = _factors(layers)
     squares = _tail_squares(factors)
     scales = _gradient_scales(squares)
     scales.mul_(strength * scales.new_tensor(weight))
-    there, more = [], []
+    gradients, added = [], []
     for factor, gradient in zip(factors, _scaled(factors, scales), strict=True):
         if factor.requires_grad and factor.grad is not None:
-            there.append(factor.grad)
-            more.append(gradient)
+            gradients.append(factor.grad)
+            added.append(gradient)
         elif factor.requires_grad:
             factor.grad = gradient
-    if there:
-        torch._foreach_add_(there, more)
+    if gradients:
+        torch._foreach_add_(gradients, added)
     return squares.sqrt().sum().mul_(strength).mul_(weight)
 
 
@@ -254,7 +254,7 @@ def prox_group_lasso_(model: nn.Module, step: float) -> None:
     >>> optimizer.step()
     >>> prox_group_lasso_(model, step=learning_rate * 1e-4)
 
-    Instead of adding the penalty to the loss: useless ranks become exactly zero, whatever the
+    Use it instead of adding the penalty to the loss: useless ranks become exactly zero under any
     optimizer.
 
     Args:
@@ -271,9 +271,10 @@ def prox_group_lasso_(model: nn.Module, step: float) -> None:
 
 @torch.no_grad()
 def prox_layers_(steps: Mapping[LowRank, tuple[float, float]]) -> dict[LowRank, int]:
-    """Apply the proximal map with a step per factor (u, v), in place; frozen factors are kept.
+    """Apply the proximal map with a step per factor (u, v), in place, except to frozen factors.
 
-    Returns how many ranks each layer has left: all behind them are zero in both factors.
+    Returns:
+        The number of ranks of each layer before the trailing ones that are zero in both factors.
     """
     factors = _factors(steps)
     factor_steps = [step for pair in steps.values() for step in pair]
@@ -287,15 +288,15 @@ def prox_layers_(steps: Mapping[LowRank, tuple[float, float]]) -> dict[LowRank, 
         factors, _scaled(factors, norms_matrix.new_tensor(scales)), strict=True
     ):
         factor.copy_(scaled)
-    left = [sum(map(bool, of_factor)) for of_factor in scales]  # zeros come last
+    left = [sum(map(bool, factor_scales)) for factor_scales in scales]  # zeros come last
     return {layer: min(layer.rank, max(left[2 * i : 2 * i + 2])) for i, layer in enumerate(steps)}
 
 
 def _prox_scales(norms: list[float], step: float) -> list[float]:
-    """Return by how much each rank is scaled, given the norm of each.
+    """Return the scale of each rank, given the norm of each.
 
-    The groups are nested, so one sweep from the last to the first is exact: group b holds rank b
-    and what the sweep left of group b+1, and shrinks both by the same factor.
+    The groups are nested, so that one sweep from the last to the first is exact: group b contains
+    rank b and the shrunk group b+1, and both are shrunk by the same factor.
     """
     shrunk, tail = [0.0] * len(norms), 0.0
     for b in reversed(range(len(norms))):

@@ -1,4 +1,4 @@
-"""Progress of a run: one record per epoch, the place reached, and the random states there."""
+"""Progress of a run: one record per epoch, the position in the data, and random states."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from maestro_lod.train.evaluate import Score
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRecord:
-    """What a method says of the model at the end of an epoch; None is what it does not know."""
+    """The size and cost of a model at the end of an epoch; None if unknown."""
 
     params: int | None = None
-    """Of the model as it would be deployed, as all sizes here; of a sparse one, its non-zeros."""
+    """Of the deployed model, like all sizes here; of a sparse model its non-zeros."""
     macs: int | None = None
-    """Of the plain model: zeros are multiplied, and binary weights too."""
+    """Of the extracted model; zeros and binary weights count like others."""
     relative_params: float | None = None
     """Relative to the dense model."""
     relative_macs: float | None = None
     bits: int | None = None
-    """Of all values that are stored."""
+    """Of all stored values."""
     index_bits: int | None = None
-    """What it takes beside them to say where the non-zeros of a sparse model are."""
+    """Of the positions of the non-zeros of a sparse model."""
     relative_bits: float | None = None
-    """Bits relative to the dense model, indices left out: the size that methods are given."""
+    """Bits relative to the dense model, without indices: the size that methods reach."""
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Of each low-rank layer; empty for a model without any."""
+    """Of each low-rank layer."""
     penalty: float | None = None
     """λ at the end of the epoch."""
     budget: float | None = None
-    """What the model may cost, relative to dense."""
+    """The budget, relative to dense."""
     phase: str | None = None
-    """Of a training that has several."""
+    """The phase, in methods with several."""
     note: str | None = None
-    """What its user should know, and what to do about it."""
+    """A warning for the user, with a remedy."""
     others: Mapping[str, float] = field(default_factory=dict)
     """Further numbers, by name."""
 
@@ -48,9 +48,9 @@ class MethodRecord:
         return sum(self.ranks.values()) if self.ranks else None
 
     def size(self) -> dict[str, float]:
-        """Return what is known of the size, by name."""
-        known = {name: getattr(self, name) for name in _SIZES}
-        return {name: value for name, value in known.items() if value is not None}
+        """Return the known sizes by name."""
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        return {name: value for name, value in sizes.items() if value is not None}
 
 
 _SIZES = (
@@ -61,7 +61,7 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord(MethodRecord):
-    """One finished epoch: where it ended, how well the model does, and what the method says."""
+    """A finished epoch: its position, the measures of the model, and its size and cost."""
 
     epoch: int
     """The first is 1."""
@@ -72,11 +72,11 @@ class EpochRecord(MethodRecord):
     lr: float | None = None
     """Learning rate of the first parameter group at the last step."""
     train: Mapping[str, float] = field(default_factory=dict)
-    """Loss and other measures on the training batches, as they were trained on."""
+    """Loss and other measures on the training batches, at the ranks of their steps."""
     validation: Mapping[str, float] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float]:
-        """Return every number by the key that it has in files, ranks of layers left out."""
+        """Return all numbers by their keys in files, without the ranks of layers."""
         return {k: v for k, v in self.to_dict().items() if isinstance(v, int | float)}
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,23 +92,23 @@ class EpochRecord(MethodRecord):
 
     @classmethod
     def from_dict(cls, flat: Mapping[str, Any]) -> EpochRecord:
-        """Read what `to_dict` gave; whatever is no number where one belongs is left out."""
-        found: dict[str, Any] = {"train": {}, "validation": {}, "others": {}}
+        """Return the record of a mapping from `to_dict`; values of other types are left out."""
+        values: dict[str, Any] = {"train": {}, "validation": {}, "others": {}}
         for key, value in flat.items():
             split, _, measure = key.partition("_")
             if key in ("phase", "note"):
-                found[key] = value if isinstance(value, str) else None
+                values[key] = value if isinstance(value, str) else None
             elif key == "ranks":
-                found[key] = _numbers(value)
+                values[key] = _numbers(value)
             elif not _is_number(value):
                 continue
             elif key in _FLAT:
-                found[key] = value
+                values[key] = value
             elif split in ("train", "validation"):
-                found[split][measure] = value
+                values[split][measure] = value
             elif key != "total_rank":
-                found["others"][key] = value
-        return cls(**found)
+                values["others"][key] = value
+        return cls(**values)
 
 
 _FLAT = [
@@ -123,30 +123,30 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(value: Any) -> dict[str, Any]:
-    given = value if isinstance(value, Mapping) else {}
-    return {name: entry for name, entry in given.items() if _is_number(entry)}
+    entries = value if isinstance(value, Mapping) else {}
+    return {name: entry for name, entry in entries.items() if _is_number(entry)}
 
 
 @dataclass
 class Progress:
-    """How far a run has come: what `fit` needs beside model, optimizer and method to go on."""
+    """The position of a run: the state of `fit` besides model, optimizer and method."""
 
     epoch: int = 0
     batch: int = 0
-    """Batches of the current epoch that are done."""
+    """Finished batches of the current epoch."""
     step: int = 0
     """Optimizer steps so far."""
     seconds: float = 0.0
     """Training time of the current epoch so far, evaluation left out."""
     score: Score = field(default_factory=Score)
-    """Of the current epoch's training batches, each at the ranks that were drawn for it."""
+    """Of the current epoch's training batches, at the ranks of their steps."""
     history: list[EpochRecord] = field(default_factory=list)
     """One record per finished epoch."""
     random: list[Tensor] | None = None
-    """torch's random states at this place, for an epoch that is resumed in its middle."""
+    """torch's random states, for an epoch that is resumed in its middle."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place reached, with torch's random states as they are now."""
+        """Return all state, with the current random states of torch."""
         return {
             **vars(self),
             "score": asdict(self.score),
@@ -155,13 +155,13 @@ class Progress:
         }
 
     def next_epoch(self) -> None:
-        """Begin another epoch."""
+        """Start the next epoch."""
         self.epoch, self.batch = self.epoch + 1, 0
         self.seconds, self.score, self.random = 0.0, Score(), None
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
-        """Return the place that `state_dict` noted."""
+        """Return the progress of a state from `state_dict`."""
         history = [EpochRecord.from_dict(record) for record in state["history"]]
         return cls(**{**state, "score": Score(**state["score"]), "history": history})
 
@@ -173,7 +173,7 @@ def random_states() -> list[Tensor]:
 
 
 def set_random_states(states: list[Tensor]) -> None:
-    """Restore the states; those of accelerators that are not here are left out."""
+    """Restore the states, except those of accelerators that do not exist here."""
     torch.set_rng_state(states[0])
     for device, state in zip(range(torch.cuda.device_count()), states[1:], strict=False):
         torch.cuda.set_rng_state(state, device)

@@ -1,4 +1,4 @@
-"""The penalty of one training: λ, and how it is applied."""
+"""The penalty of a training: λ, applied by a loss, by gradients or by proximal steps."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from maestro_lod.train.steps import call_after_steps
 
 
 class RankPenalty:
-    """λ times the group lasso of layers: as a loss, as gradients, or as proximal steps."""
+    """Applies λ times the group lasso: as a loss, as gradients, or as proximal steps."""
 
     def __init__(
         self, value: float, layers: Mapping[str, LowRank], optimizer: Optimizer, *, proximal: bool
     ) -> None:
         self._layers, self._optimizer = layers, optimizer
         self.value = value
-        """λ as it is now."""
+        """The current λ."""
         self.proximal = proximal
         self.applied: bool | None = None
-        """In this epoch; None as long as no step had a λ that has to be applied by gradients."""
-        self._suspended = self._warned_of_floor = False
+        """Whether λ was applied in this epoch; None if no step needed it as gradients."""
+        self._suspended = self._has_warned = False
         if proximal:
             call_after_steps(optimizer, self._proximal_step)
 
     def begin_step(self, *, suspended: bool) -> None:
-        """Begin a step; `suspended` if it trains the whole model as dense weights."""
+        """Begin a step; `suspended` if it trains dense weights without a penalty."""
         self._suspended = suspended
         if self._by_gradients and self.applied is None:
             self.applied = False
 
     def require_applied(self, epoch: int) -> None:
-        """Raise TrainingError if the steps of an epoch had a λ that nobody applied."""
+        """Raise TrainingError if the λ of an epoch was never applied."""
         if self.applied is False:
             raise TrainingError(
-                f"penalty={self.value:g} was not applied in epoch {epoch}: no rank would ever "
+                f"penalty={self.value:g} was not applied in epoch {epoch}, so that no rank can "
                 "become useless. Add train.penalty_loss() to the loss, call "
                 "train.add_penalty_gradients() before optimizer.step(), or set proximal=True."
             )
@@ -72,7 +72,7 @@ class RankPenalty:
     def _proximal_step(self) -> None:
         """Do the proximal step of λ, at the learning rate of each parameter group.
 
-        The optimizer forgets what it remembers of ranks that become zero.
+        The optimizer's state of ranks that become zero is cleared.
         """
         if self.value == 0.0 or self._suspended:
             return
@@ -94,25 +94,25 @@ class RankPenalty:
             if rank < layer.rank:
                 clear_moments(layer, rank, self._optimizer)
 
-    def warn_of_floor(self, threshold: float | None, lost: Collection[str]) -> None:
-        """Warn once if layers that lost no rank cannot come down to the threshold as things are."""
-        if threshold is None or self._warned_of_floor or not self._by_gradients:
+    def warn_if_stalled(self, threshold: float | None, lost: Collection[str]) -> None:
+        """Warn once if layers that lost no rank cannot reach the threshold at these rates."""
+        if threshold is None or self._has_warned or not self._by_gradients:
             return
         watched = {name: layer for name, layer in self._layers.items() if name not in lost}
         stuck = stalled_above(watched, self._optimizer, self.value, threshold)
         if stuck:
-            self._warned_of_floor = True
+            self._has_warned = True
             warnings.warn(
                 f"at this learning rate {type(self._optimizer).__name__} keeps useless ranks at an "
                 f"importance of about {max(stuck.values()):.0e}, above threshold={threshold:g}: "
                 f"{listed(stuck)} will not shrink until it falls. Use proximal=True, or a larger "
                 "threshold.",
-                stacklevel=4,  # whoever ends the epoch
+                stacklevel=4,  # the caller of end_epoch
             )
 
 
 def require_penalty(penalty: float) -> float:
-    """Return λ as it is, or raise OptionError if it is not a number of at least 0."""
+    """Return λ; raise OptionError if it is not a number of at least 0."""
     try:
         return require_nonnegative("penalty", penalty)
     except OptionError as error:

@@ -1,8 +1,8 @@
-"""What the methods that train low-rank layers share.
+"""Base class of the methods that train low-rank layers.
 
-A method decides which ranks a step trains and which ranks remain after an epoch. This base does
-the rest: it checks model and optimizer, runs and counts the steps, books their cost, removes ranks
-from layers and optimizer state, compares the processes of a distributed training, and saves state.
+A method decides which ranks a step trains and which ranks remain after an epoch. The base class
+checks model and optimizer, runs and counts the steps, records their cost, removes ranks from layers
+and optimizer state, compares the processes of a distributed training, and saves state.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from maestro_lod.distributed.agreement import Agreement
-from maestro_lod.distributed.collectives import explaining_loss_of_others
-from maestro_lod.distributed.ddp import renew, wrappers_of
+from maestro_lod.distributed.collectives import peer_failure_context
+from maestro_lod.distributed.ddp import find_wrappers, renew
 from maestro_lod.distributed.fsdp import adopt_shards
 from maestro_lod.errors import (
     MaestroError,
@@ -52,9 +52,9 @@ from maestro_lod.train.unfactored import Unfactored
 logger = logging.getLogger(__name__)
 
 WARMUP = 0.3
-"""The share of a run that trains the whole model first, where nobody says how long.
+"""The share of a run that trains the whole model first, by default.
 
-On held-out data better than 0, 0.1 and 0.5.
+Better on held-out data than 0, 0.1 and 0.5.
 """
 
 
@@ -64,15 +64,15 @@ class RankTraining(ABC):
     Args:
         model: A model with low-rank layers, wrapped or not.
         optimizer: One optimizer that holds all trainable factors.
-        min_rank: The rank that no layer falls below.
-        ema: An averaged copy of the model that is cut together with it.
+        min_rank: The smallest rank of a layer.
+        ema: An averaged copy of the model, which is cut to the same ranks.
         example: An input of the model, on which MACs are counted. Without it the first input of
             the training is used, unless the model is compiled or sharded.
 
     Raises:
         LayerError: The model has no low-rank layers, or parameters that cannot be trained.
         OptionError: An option is invalid, or no layer could lose a rank.
-        TrainingError: The optimizer does not hold the factors, or cannot follow a shrink.
+        TrainingError: The optimizer does not hold the factors, or does not support a shrink.
     """
 
     name: ClassVar[str]
@@ -99,23 +99,23 @@ class RankTraining(ABC):
         require_trainable(self.model)
         self._layers = require_ranks_to_train(self.model, self.min_rank, self.name)
         self.ema = None if ema is None else require_averaged(ema)
-        self.ledger = Ledger.of(self.model, example)
+        self.ledger = Ledger.open_for(self.model, example)
         self.epoch = 0
-        """Finished epochs."""
+        """The number of finished epochs."""
         self._epochs: int | None = None  # planned, if `start` was called
         self._agreement = Agreement(self.model)
 
     def _begin(self, *, record_example: bool) -> None:
-        """Register the hooks on model and optimizer; comes last, once all options are checked."""
+        """Register the hooks on model and optimizer, after all options were checked."""
         self._unfactored = Unfactored(self.model, self.optimizer, self.ema)
         self._steps = Steps(self.model, self.optimizer, record_example=record_example)
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
-        """Take over the plan of a run; `fit` and the trainers' callbacks call this.
+        """Store the plan of a run; `fit` and the trainers' callbacks call this.
 
         Args:
-            model: The model that is trained, as the trainer holds it.
-            optimizer: The optimizer that is stepped, as the trainer holds it.
+            model: The trainer's model, wrapped or not.
+            optimizer: The trainer's optimizer, wrapped or not.
             plan: The number of epochs and of optimizer steps.
 
         Raises:
@@ -124,30 +124,31 @@ class RankTraining(ABC):
         same = self.optimizer is unwrapped_optimizer(optimizer)
         if not same or self.model is not unwrapped(model):
             raise OptionError(
-                f"{self.name} was made for another model or optimizer than fit was given."
+                f"{self.name} was created for another model or optimizer than fit has. Give both "
+                "the same."
             )
         self._epochs = plan.epochs
 
     def compare_with(self, dense: Cost) -> None:
         """Report relative costs with respect to `dense` instead of this model's own dense form.
 
-        For a model that is narrower than the one that a user has in mind.
+        For a model that is narrower than the one in the recipe.
         """
-        self.ledger.beside = dense.params, dense.macs
+        self.ledger.other_dense = dense.params, dense.macs
 
     @property
     def history(self) -> list[dict[str, int]]:
-        """The ranks that were in force in each finished epoch."""
+        """The ranks in each finished epoch."""
         return [epoch.ranks for epoch in self.ledger.epochs]
 
     # -- one step ------------------------------------------------------------------------------
 
     @abstractmethod
     def _prepare_step(self, passes: int) -> Draw | None:
-        """Return what draws the ranks of the next step; None if it trains the whole model."""
+        """Return the function that samples the next step's ranks; None to train the whole model."""
 
     def _compare_processes(self, *, unfactored: bool) -> None:
-        """Compare processes if it is time; then train layers as dense weights, if asked to."""
+        """Compare the processes every few steps; with `unfactored`, train dense weights."""
         self._agreement.before_step(self)
         if unfactored:
             self._unfactored.begin()
@@ -161,7 +162,7 @@ class RankTraining(ABC):
         Yields:
             The active rank of each layer that the step trains.
         """
-        with explaining_loss_of_others(), self._steps.one(self._prepare_step(passes=1)) as drawn:
+        with peer_failure_context(), self._steps.one(self._prepare_step(passes=1)) as drawn:
             yield drawn
 
     def begin_step(self) -> dict[str, int]:
@@ -201,7 +202,7 @@ class RankTraining(ABC):
             OptionError: The loss is not one number that gradients can come from.
             TrainingError: The loss is NaN or infinite; weights are as before the step.
         """
-        with explaining_loss_of_others():
+        with peer_failure_context():
             draw = self._prepare_step(passes=2)
             with self._steps.one(draw):
                 return backward_pass(forward, loss, weight)
@@ -213,7 +214,7 @@ class RankTraining(ABC):
         """Return the rank that each layer keeps after this epoch; None if nothing is removed."""
 
     def _chances(self) -> dict[str, list[float]]:
-        """Return the probability that a step left each layer at rank 1, 2, …; here the last."""
+        """Return the probability of each layer to be at rank 1, 2, … in a step; here the last."""
         live = self._steps.live_ranks()
         return self._steps.chances({name: [0.0] * rank for name, rank in live.items()})
 
@@ -223,17 +224,17 @@ class RankTraining(ABC):
         return 0.0
 
     def _after_epoch(self, lost: Mapping[str, int]) -> None:
-        """Prepare the next epoch; by default there is nothing to do."""
+        """Prepare the next epoch; by default do nothing."""
         return
 
     def end_epoch(self, *, last: bool = False) -> dict[str, int]:
-        """Book the cost of the epoch and remove ranks.
+        """Record the cost of the epoch, and remove ranks.
 
         Args:
             last: Whether this epoch is the last one of the training.
 
         Returns:
-            How many ranks each layer lost; layers that lost none are left out.
+            The number of removed ranks by layer, without layers that lost none.
 
         Raises:
             TrainingError: Nothing was trained in this epoch, or the weights are not finite.
@@ -274,18 +275,18 @@ class RankTraining(ABC):
         """Return the options of the method as text."""
 
     def record(self) -> MethodRecord:
-        """Return the ranks of the model, and its size as it would be deployed."""
+        """Return the ranks of the model, and its deployed size."""
         return MethodRecord(
             **self.ledger.sizes(self.model),
             ranks={name: layer.rank for name, layer in self._layers.items()},
         )
 
     def training_cost(self) -> dict[str, float | None]:
-        """Return what training has cost so far, relative to training the dense model."""
+        """Return the cost of training so far, relative to training the dense model."""
         return self.ledger.relative()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state as numbers, strings, lists and tensors; save it beside the model's."""
+        """Return all state as numbers, strings, lists and tensors; save it with the model's."""
         self._steps.measure(self.ledger)
         return {
             "epoch": self.epoch,
@@ -299,7 +300,7 @@ class RankTraining(ABC):
         """Restore a state exactly; load the states of model and optimizer first.
 
         Args:
-            state: What `state_dict()` of the same method returned, also by older versions.
+            state: A state from `state_dict()` of the same method, also of older versions.
 
         Raises:
             TrainingError: It is not a state of this method, or has other ranks than the model.
@@ -315,46 +316,50 @@ class RankTraining(ABC):
             if isinstance(error, MaestroError):
                 raise
             raise TrainingError(
-                f"this is not a state of {self.name} ({error!r}). Give what its "
-                "state_dict() returned."
+                f"this is not a state of {self.name} ({error!r}). Give one from its state_dict()."
             ) from error
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.ledger.load_state_dict(state["ledger"])
         self.epoch = require_whole("epoch", state["epoch"])
         self._steps.load_counts(state)
-        self._unfactored.hold(state.get("unfactored", ()))  # which older states do not have
-        for wrapper in wrappers_of(self.model):
-            renew(wrapper)  # whose buckets are of other ranks if the model's state was
+        self._unfactored.hold(state.get("unfactored", ()))  # older states do not have it
+        for wrapper in find_wrappers(self.model):
+            renew(wrapper)  # its buckets may have other ranks than the loaded model
 
     def _require_state(self, state: Any) -> None:
-        """Raise TrainingError for anything but a state of this method at the model's ranks."""
+        """Raise TrainingError if it is not a state of this method at the model's ranks."""
         kind = self.name
-        given = state if isinstance(state, Mapping) else {}
-        if given and (saved_by := _method_of(given)) not in (None, kind):
+        entries = state if isinstance(state, Mapping) else {}
+        if entries and (saved_by := _saving_method(entries)) not in (None, kind):
             raise TrainingError(
                 f"the state was saved by {saved_by}, but this is a {kind}. Create a {saved_by} "
                 "with the same options."
             )
-        if missing := [part for part in self.required_state if part not in given]:
+        if missing := [part for part in self.required_state if part not in entries]:
             raise TrainingError(
-                f"this is not a state of {kind}: it has no {listed(missing)}. Give what its "
-                "state_dict() returned."
+                f"this is not a state of {kind}: it has no {listed(missing)}. Give one from its "
+                "state_dict()."
             )
-        here = {name: layer.rank for name, layer in self._layers.items()}
+        current = {name: layer.rank for name, layer in self._layers.items()}
         saved = state["ranks"]
         if not isinstance(saved, Mapping):
-            raise TrainingError(f"the ranks of a state are {saved!r:.40}, not a mapping of names.")
-        if saved != here:
-            differing = [name for name in {**here, **saved} if here.get(name) != saved.get(name)]
             raise TrainingError(
-                f"the saved state has other ranks than the model at {listed(differing)}. Load the "
-                "model's state_dict, saved at the same moment, before this one."
+                f"the ranks of a state are {saved!r:.40}, not a mapping of names. Give one from "
+                f"{kind}.state_dict()."
+            )
+        if saved != current:
+            differing = [
+                name for name in {**current, **saved} if current.get(name) != saved.get(name)
+            ]
+            raise TrainingError(
+                f"the saved state has other ranks than the model: {listed(differing)}. Load the "
+                "model's state_dict of the same moment before this one."
             )
 
 
-def _method_of(state: Mapping[str, Any]) -> str | None:
-    """Return the name of the class that saved a state, by what is in it; None if unknown."""
+def _saving_method(state: Mapping[str, Any]) -> str | None:
+    """Return the name of the class that saved a state, by its content; None if unknown."""
     sampler = state.get("sampler")
     if state.get("budget") is not None:
         return "BudgetTraining"

@@ -19,27 +19,27 @@ from maestro_lod.layers.ranks import require_low_rank
 from maestro_lod.train.steps import live_ranks
 
 STRATEGIES = {
-    "pairs": "every (layer, rank) pair once in random order, then again (the paper's)",
-    "several": "one to as many such pairs as there are layers, so that layers are cut together",
+    "pairs": "every (layer, rank) pair once in random order, then again, as in the paper",
+    "several": "one or more such pairs, up to the number of layers, cut together",
 }
 
 
 class RankSampler:
-    """Draws the active ranks of one training step, given the current ranks of the layers.
+    """Samples the active ranks of training steps from the current ranks of the layers.
 
     >>> sampler = RankSampler(model, seed=0)
     >>> with at_ranks(model, sampler.sample()):
     ...     F.cross_entropy(model(x), y).backward()
 
-    Layers of rank 0 and frozen layers, which sampling cannot order, are left out. Nothing has to be
-    rebuilt after a shrink: pairs that no longer exist are skipped. Randomness comes from a
-    generator of its own; `state_dict` and `load_state_dict` restore it exactly.
+    Layers of rank 0 and frozen layers are left out. After a shrink, pairs that no longer exist are
+    skipped. The sampler has its own random generator; `state_dict` and `load_state_dict` restore it
+    exactly.
 
     Args:
         model: A model with low-rank layers.
-        strategy: "pairs" draws every (layer, rank) pair once in random order, then again, as the
-            paper does; "several" draws one to as many pairs as there are layers, so that layers
-            are cut together.
+        strategy: "pairs" samples every (layer, rank) pair once in random order, then again, as in
+            the paper; "several" samples one or more pairs, up to the number of layers, so that
+            layers are cut together.
         seed: Seed of the generator.
 
     Raises:
@@ -57,12 +57,12 @@ class RankSampler:
         self.strategy = strategy
         self.generator = torch.Generator("cpu").manual_seed(require_seed(seed))
         self.left_out: set[str] = set()
-        """Layers that are not drawn, because the model's forward never reaches them."""
+        """Layers that are not sampled, because the model's forward never reaches them."""
         self._names: list[str] = []
-        self._pending: list[list[int]] = []  # [layer index, rank] not yet drawn; the last is next
+        self._pending: list[list[int]] = []  # [layer index, rank] not yet sampled; the last is next
 
     def live_ranks(self) -> dict[str, int]:
-        """Return the layers that can be drawn with their current ranks."""
+        """Return the layers that can be sampled, with their current ranks."""
         return live_ranks(self._layers, self.left_out)
 
     def _is_live(self, name: str, rank: int) -> bool:
@@ -71,12 +71,12 @@ class RankSampler:
         return rank <= alone.get(name, 0)
 
     def chances(self) -> dict[str, list[float]]:
-        """Return the probability that a draw leaves each layer at rank 1, 2, …."""
+        """Return the probability of each layer to be at rank 1, 2, … in a sampled step."""
         ranks = self.live_ranks()
         pairs, layers = sum(ranks.values()), len(ranks)
 
         def at_least(rank: int) -> float:
-            """Return the probability that no smaller rank of a layer was drawn."""
+            """Return the probability that no smaller rank of a layer was sampled."""
             missed = 1 - (rank - 1) / pairs
             if self.strategy == "several" and missed < 1:  # the mean of missed^1 … missed^layers
                 return missed * (1 - missed**layers) / ((1 - missed) * layers)
@@ -88,7 +88,7 @@ class RankSampler:
         }
 
     def sample(self) -> dict[str, int]:
-        """Draw the active ranks of the next step; layers that are not in it keep all ranks."""
+        """Sample the active ranks of the next step; layers that are left out keep all ranks."""
         if self.strategy == "pairs":
             return self._next_pair()
         ranks = self._require_ranks()
@@ -132,7 +132,7 @@ class RankSampler:
             self._pending = [pairs[i] for i in order.tolist()]
 
     def fingerprint(self) -> str:
-        """Return a short text that is the same where all draws to come are."""
+        """Return a short text that is equal for samplers with the same future samples."""
         state = bytes(self.generator.get_state().tolist())
         rest = repr((self.strategy, self._names, self._pending, sorted(self.left_out)))
         return f"{zlib.crc32(rest.encode(), zlib.crc32(state)):08x}"
@@ -147,7 +147,7 @@ class RankSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state exactly; the next draw is the one that would have come next."""
+        """Restore a state exactly, including the next samples."""
         if state["strategy"] != self.strategy:
             raise OptionError(
                 f"the saved state samples by {state['strategy']!r}, this sampler by "

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from maestro_lod.distributed.ddp import live_wrappers_of, release, renew, require_renewable
-from maestro_lod.distributed.decision import decided_by_the_first
+from maestro_lod.distributed.ddp import find_live_wrappers, release, renew, require_renewable
+from maestro_lod.distributed.decision import agree_on_ranks
 from maestro_lod.distributed.fsdp import adopt_shards, cut_shard, reshard, shard_group
 from maestro_lod.distributed.shards import narrowed, zero_behind_
 from maestro_lod.errors import (
@@ -42,31 +42,31 @@ def shrink(
     min_rank: int = 0,
     ema: AveragedModel | None = None,
 ) -> dict[str, int]:
-    """Remove every layer's ranks from the first one with importance ≤ threshold on, in place.
+    """Remove the ranks of every layer with importance ≤ threshold, in place.
 
     >>> lost = shrink(model, optimizer, threshold=1e-6)
 
-    Parameters, their gradients and the optimizer's state become smaller; what remains is kept bit
-    for bit. Where several processes train the model, each calls this, and the first one decides.
+    Parameters, their gradients and the optimizer's state become smaller; the remaining values do
+    not change. If several processes train the model, each calls this, and process 0 decides.
 
     Args:
         model: A model with low-rank layers, also in a live DDP or FSDP2 wrapper.
         optimizer: The optimizer that trains it, if there is one.
         threshold: The importance at or below which ranks are removed.
-        min_rank: The rank that no layer falls below.
+        min_rank: The smallest rank of a layer.
         ema: An averaged copy of the model that is cut to the same ranks.
 
     Returns:
-        How many ranks each layer lost; layers that lost none are left out.
+        The number of removed ranks by layer, without layers that lost none.
 
     Raises:
         LayerError: The model has no low-rank layers, or `ema` is of another model.
-        TrainingError: Weights are not finite, or the optimizer cannot follow.
+        TrainingError: Weights are not finite, or the optimizer does not support a shrink.
     """
     if optimizer is not None:
         optimizer = unwrapped_optimizer(optimizer)
     adopt_shards(model)
-    wrappers = live_wrappers_of(model)
+    wrappers = find_live_wrappers(model)
     return cut(model, ranks_above(model, threshold, min_rank), optimizer, ema, wrappers)
 
 
@@ -79,7 +79,7 @@ def ranks_above(model: nn.Module, threshold: float, min_rank: int = 0) -> dict[s
     if broken:
         raise TrainingError(
             f"the weights of {listed(broken)} are not finite: the loss was NaN or infinite. "
-            "Lower the learning rate or clip gradients, and go on from the last good checkpoint."
+            "Lower the learning rate or clip gradients, and resume from the last good checkpoint."
         )
     return {
         name: max(int((value > threshold).sum()), min(min_rank, len(value)))
@@ -94,9 +94,9 @@ def cut(
     ema: AveragedModel | None = None,
     wrappers: Sequence[DistributedDataParallel] = (),
 ) -> dict[str, int]:
-    """Cut layers to these ranks, in place, and return how many ranks each layer lost.
+    """Cut layers to these ranks, in place, and return the number of removed ranks by layer.
 
-    The optimizer's state, the averaged copy and wrappers that hold the model are cut too.
+    The optimizer's state, the averaged copy and the wrappers of the model are cut too.
     """
     layers = require_low_rank(model)
     if optimizer is not None:
@@ -106,7 +106,7 @@ def cut(
         require_renewable(wrapper)
     group = wrappers[0].process_group if wrappers else shard_group(model)
     if group is not None:
-        ranks = decided_by_the_first(ranks, importance(model), group)
+        ranks = agree_on_ranks(ranks, importance(model), group)
     # FSDP cannot hold parameters without elements: one rank of zeros stays there
     ranks = {name: max(rank, int(layers[name].sharded)) for name, rank in ranks.items()}
     lost = {name: layers[name].rank - r for name, r in ranks.items() if r < layers[name].rank}
@@ -127,10 +127,10 @@ def cut(
 
 
 def _forget_compiled_code() -> None:
-    """Drop graphs of the old shapes, which would count towards the limit of recompilations.
+    """Drop compiled graphs of the old shapes, which count towards the limit of recompilations.
 
-    Past it nothing is compiled any more, and fullgraph=True is an error. Whatever else was compiled
-    in this process is compiled again too, once per shrink.
+    Above the limit nothing is compiled, and fullgraph=True is an error. All compiled code of this
+    process is compiled again, once per shrink.
     """
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
@@ -139,7 +139,7 @@ def _forget_compiled_code() -> None:
 def unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside the wrappers of Accelerate and Lightning.
 
-    They share its parameter groups and state, but have no hooks of their own.
+    The wrappers share its parameter groups and state, but have no step hooks.
     """
     while type(optimizer).__module__.partition(".")[0] in _TRAINERS:
         inner: Any = optimizer
@@ -148,39 +148,38 @@ def unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise TrainingError if an optimizer cannot follow a shrink, or lacks trainable factors."""
+    """Raise TrainingError if an optimizer cannot be shrunk, or lacks trainable factors."""
     if not hasattr(optimizer, "param_groups"):
         raise TrainingError(f"{optimizer!r} is not an optimizer. Give SGD(model.parameters(), …).")
     if isinstance(optimizer, LBFGS):
         raise TrainingError(
-            "LBFGS keeps its state as one flat vector, which cannot follow a shrink. "
-            "Use another optimizer."
+            "LBFGS has one flat vector as its state, which cannot be shrunk. Use another optimizer."
         )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise TrainingError(
-            "ZeroRedundancyOptimizer hands parameters out to processes once and for all, which "
-            "cannot follow a shrink. Use fully_shard (FSDP2) to share optimizer state."
+            "ZeroRedundancyOptimizer assigns parameters to processes once, so that they cannot be "
+            "shrunk. Use fully_shard (FSDP2) to shard optimizer state."
         )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [
         f"{name}.{key}".lstrip(".")
         for name, layer in low_rank_layers(model).items()
         for key, p in zip("uv", layer.stored_factors(), strict=True)
-        if p.requires_grad and id(p) not in held
+        if p.requires_grad and id(p) not in in_optimizer
     ]
     if missing:
         raise TrainingError(
             f"the optimizer does not hold these parameters of the model: {listed(missing)}. "
-            "Create it after decompose, one for the whole model: SGD(model.parameters(), …); "
-            "parts can have settings of their own as its parameter groups."
+            "Create one for the whole model after decompose: SGD(model.parameters(), …); use "
+            "parameter groups for different settings."
         )
 
 
 @torch.no_grad()
 def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
-    """Forget what the optimizer remembers of the ranks behind this one, in place.
+    """Set the optimizer's state of all ranks behind `rank` to zero, in place.
 
-    For ranks that are zero in both factors: they get no gradient, so without momentum they stay
+    For ranks that are zero in both factors: they get no gradient, and without momentum they stay
     zero until they are cut.
     """
     for parameter, dim in zip(layer.stored_factors(), (1, 0), strict=True):
@@ -192,17 +191,19 @@ def clear_moments(layer: LowRank, rank: int, optimizer: Optimizer) -> None:
 def require_averaged(ema: AveragedModel) -> AveragedModel:
     """Return an averaged copy of a model; raise LayerError if it is something else."""
     if not isinstance(ema, AveragedModel):
-        raise LayerError(f"ema is a {type(ema).__name__}. Give an AveragedModel(model).")
+        raise LayerError(
+            f"ema is not an averaged model: {type(ema).__name__}. Give an AveragedModel(model)."
+        )
     return ema
 
 
 def _averaged_layers(ema: AveragedModel, layers: Mapping[str, LowRank]) -> dict[str, LowRank]:
     require_averaged(ema)
-    averaged = low_rank_layers(ema.module)  # of a wrapper, those inside
+    averaged = low_rank_layers(ema.module)  # also inside a wrapper
     if {n: m.rank for n, m in averaged.items()} != {n: m.rank for n, m in layers.items()}:
         raise LayerError(
             "the averaged model has other low-rank layers or ranks than the model. Create "
-            "AveragedModel(model) after decompose and pass it to every shrink."
+            "AveragedModel(model) after decompose, and pass it to every shrink."
         )
     return averaged
 
@@ -215,7 +216,7 @@ def _cut_layer(layer: LowRank, rank: int, optimizer: Optimizer | None) -> None:
         else:
             old, new = _cut_factor(layer, key, dim, rank)
         _move_hooks(old, new)
-        vars(new).update(vars(old))  # what a user put on it
+        vars(new).update(vars(old))  # attributes of the user
         if optimizer is not None:
             _swap_parameter(optimizer, old, new, dim)
     layer.freeze_if_empty()
@@ -231,7 +232,7 @@ def _cut_factor(layer: LowRank, key: str, dim: int, rank: int) -> tuple[nn.Param
 
 
 def _move_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
-    # the dicts themselves, because handles that users hold remove hooks from them
+    # the same dicts: the handles of users remove hooks from them
     if old._backward_hooks:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks:
@@ -249,7 +250,7 @@ def _swap_parameter(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter, 
 def _sliced_state(
     state: dict[str, Any], old: nn.Parameter, new: nn.Parameter, dim: int
 ) -> dict[str, Any]:
-    """Cut each tensor of a parameter's state like the parameter itself."""
+    """Return the state with its tensors cut like the parameter."""
     sliced = {}
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.ndim == 0:
@@ -261,7 +262,7 @@ def _sliced_state(
         else:
             logger.warning(
                 "optimizer state %r of shape %s cannot be matched to a parameter of shape %s; "
-                "the optimizer forgets that parameter's state",
+                "the state of that parameter is dropped",
                 key, tuple(value.shape), tuple(old.shape),
             )  # fmt: skip
             return {}

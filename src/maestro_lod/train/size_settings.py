@@ -1,4 +1,4 @@
-"""The size to reach, as a setting of methods, and the ranks or the width that meet it."""
+"""Size settings of methods, and the ranks or the width that reach a size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Measure = Literal["params", "macs"]
 
 
 def require_share(value: Any) -> Any:
-    """Refuse what is no share of the dense model."""
+    """Return a share of the dense model; raise ValueError for anything else."""
     try:
         share = float(value)
     except (TypeError, ValueError):
@@ -35,7 +35,7 @@ def require_share(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SizedSettings(Settings):
-    """Settings of a method that is told which size to reach."""
+    """Settings of a method that reaches a given size."""
 
     size: float = setting(0.25, "share of the dense model to reach", check=require_share)
 
@@ -45,16 +45,23 @@ class SizedSettings(Settings):
 
 
 def amount(cost: Cost, measure: Measure) -> int:
-    """Return what a size is counted in."""
+    """Return the parameters or the MACs of a cost."""
     return cost.params if measure == "params" else cost.macs or 0
 
 
 def require_reachable(size: float, least: float, why: str, more: str = "") -> None:
-    """Refuse a size below the least one that there is; `more` is what would make it smaller."""
+    """Raise OptionError for a size below the smallest one.
+
+    Args:
+        size: The size, as a share of dense.
+        least: The smallest size.
+        why: The reason for it, for the message.
+        more: What would make it smaller, for the message.
+    """
     if size < least:
         raise OptionError(
             f"size={size:g} cannot be reached: {why}, {least:.4g} of the dense model is left. Give "
-            f"that or more{more}."
+            f"at least that{more}."
         )
 
 
@@ -65,17 +72,23 @@ MORE_LAYERS = ", or decompose more layers (keep_ends=false, decompose.skip)"
 def full_rank_costs(
     model: nn.Module, example: Example, chosen: Mapping[str, Any]
 ) -> tuple[Costs, dict[str, int]]:
-    """Return what a dense model costs at any ranks, were it decomposed so, and the full ranks."""
+    """Return the costs of a dense model at any ranks, if it were decomposed, and the full ranks.
+
+    Args:
+        model: The dense model.
+        example: An input of the model.
+        chosen: Options of `decompose` that choose layers.
+    """
     twin = copy_on_meta(model)
     twin = restructure(twin, Plan(twin, **chosen).structure(), fill=uninitialized)
     full = {name: layer.full_rank for name, layer in low_rank_layers(twin).items()}
     return Costs(twin, dense_macs(twin, example)), full
 
 
-def ranks_of_size(
+def ranks_within_size(
     costs: Costs, full: Mapping[str, int], size: float, measure: Measure
 ) -> dict[str, int]:
-    """Return the ranks that are one share of the full ones, the largest within a size."""
+    """Return the largest ranks within a size that are the same share of all full ranks."""
 
     def at(share: float) -> dict[str, int]:
         return {name: max(1, int(share * rank)) for name, rank in full.items()}
@@ -89,7 +102,7 @@ def ranks_of_size(
 
 
 def largest_share(fits: Callable[[float], bool]) -> float:
-    """Return the largest share in [0, 1] that fits, to a millionth; 0 does in any case."""
+    """Return the largest share in [0, 1] that fits, to a millionth; 0 always fits."""
     low, high = 0.0, 1.0
     if fits(high):
         return high
@@ -102,35 +115,35 @@ def largest_share(fits: Callable[[float], bool]) -> float:
 # -- narrower models -------------------------------------------------------------------------------
 
 
-def narrowed(builder: Builder, example: Example, share: float, measure: Measure) -> nn.Module:
-    """Return the widest model within a share of the size that the one of full width has."""
+def build_narrower(builder: Builder, example: Example, share: float, measure: Measure) -> nn.Module:
+    """Return the widest model within a share of the size of the model at full width."""
     assert builder.width is not None
 
-    def size_of(model: nn.Module) -> int:
+    def count_size(model: nn.Module) -> int:
         return count_params(model) if measure == "params" else dense_macs(model, example).total
 
     models: dict[int, nn.Module] = {}
 
-    def at(width: int) -> int | None:
+    def size_at(width: int) -> int | None:
         try:
             models[width] = builder(width)
-        except MaestroError:  # a width that does not fit the rest of the model
+        except MaestroError:  # this width does not fit the rest of the model
             return None
-        return size_of(models[width])
+        return count_size(models[width])
 
-    return models[widest(at, builder.width, size_of(builder()), share)]
+    return models[widest(size_at, builder.width, count_size(builder()), share)]
 
 
-def widest(at: Callable[[int], int | None], width: int, dense: int, share: float) -> int:
-    """Return the largest width whose size is within a share of the dense one's, in few tries.
+def widest(size_at: Callable[[int], int | None], width: int, dense: int, share: float) -> int:
+    """Return the largest width whose size is within a share of the dense size, in few tries.
 
-    `at` tells the size at a width, or None for one that cannot be. Sizes are about quadratic in the
-    width, so the next try is where the line through the roots of two known sizes meets the limit.
+    `size_at` returns the size at a width, or None for one that cannot be built. Sizes are about
+    quadratic in the width, so that the next try interpolates the square roots of two known sizes.
     """
     limit, sizes = share * dense, {width: dense}
 
     def possible(width: int) -> bool:
-        size = at(width)
+        size = size_at(width)
         sizes[width] = size or 0
         return size is not None
 
@@ -148,7 +161,7 @@ def widest(at: Callable[[int], int | None], width: int, dense: int, share: float
     if fits == 0:
         least = sizes[too_wide] / dense
         raise OptionError(
-            f"size={share:g} cannot be reached by a narrower model: width {too_wide} is the least "
-            f"that can be built, and has {least:.4g} of the dense one."
+            f"size={share:g} cannot be reached by a narrower model: the smallest possible width is "
+            f"{too_wide}, with {least:.4g} of the dense model. Give at least that."
         )
     return fits

@@ -32,25 +32,25 @@ Draw = Callable[[], dict[str, int]]
 
 
 class Steps:
-    """Activates the ranks of each step while the step lasts, and counts the steps of an epoch."""
+    """Activates the ranks of each step, and counts the steps of an epoch."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, record_example: bool) -> None:
         self._model, self._layers = model, require_low_rank(model)
         self.count = 0
-        """Steps in this epoch, as all counts here."""
+        """Steps in this epoch."""
         self.forwards = 0
-        """Those in which a layer ran: one that was drawn, or was not seen to run before."""
+        """Steps of this epoch in which a sampled layer ran, or a layer ran for the first time."""
         self.whole = 0
-        """Those that trained the whole model."""
+        """Steps of this epoch that trained the whole model."""
         self.optimized = False
-        """Whether the optimizer has done a step."""
+        """Whether the optimizer has done a step in this epoch."""
         self.left_out: set[str] = set()
-        """Layers that are not drawn, because the model's forward never reaches them."""
+        """Layers that are not sampled, because the model's forward never reaches them."""
         self._unseen = dict(self._layers)  # layers that have not run in any step yet
         self._drawn: dict[LowRank, int] = {}
         self._whole_step = False
         self._active: ExitStack | None = None  # as long as a step lasts
-        # MACs are counted on a copy of the model, which shards cannot give
+        # MACs are counted on a copy of the model, which is not possible with shards
         record_example = record_example and shard_group(model) is None
         self._recorder = ExampleRecorder(model) if record_example else None
         call_after_steps(optimizer, self._note_optimized)
@@ -74,15 +74,15 @@ class Steps:
         """Activate the ranks that `draw` returns; without it, all ranks are trained."""
         if self._active is not None:
             raise TrainingError(
-                "a step has begun already: end_step(), or the end of its `with train.step():`, "
-                "comes before the next one."
+                "the previous step has not ended. Call end_step(), or leave its `with "
+                "train.step():`, before the next one."
             )
         self._require_finite_weights()
         drawn = self.live_ranks() if draw is None else draw()
         self._whole_step = draw is None
         self._drawn = {self._layers[name]: rank for name, rank in drawn.items()}
         for layer in (*self._drawn, *self._unseen.values()):
-            layer.__dict__["positions"] = None  # past nn.Module's slow setattr
+            layer.__dict__["positions"] = None  # without nn.Module's slow setattr
         self._active = ExitStack()
         self._active.enter_context(activated(self._drawn))
         if self._recorder is not None:
@@ -92,13 +92,13 @@ class Steps:
     def end(self) -> None:
         """Activate all ranks again and count the step."""
         if self._active is None:
-            raise TrainingError("no step has begun: begin_step() comes before end_step().")
+            raise TrainingError("end_step() was called without a step. Call begin_step() before.")
         missed = any(layer.active_rank != min(r, layer.rank) for layer, r in self._drawn.items())
         self._deactivate()
         if missed:
             raise TrainingError(
-                "end_step() was called where the ranks of begin_step() are not active, such as in "
-                "another thread. Call both, and forward and backward, in the same one."
+                "end_step() was called without the active ranks of begin_step(), for example in "
+                "another thread. Call both, and forward and backward, in the same thread."
             )
         self.count += 1
         self.whole += self._whole_step
@@ -118,8 +118,8 @@ class Steps:
     def _require_finite_weights(self) -> None:
         """Raise TrainingError if the last step made weights NaN.
 
-        Only the layer that was drawn last is checked, and only on the CPU: accelerators are not
-        made to wait, the check at the end of the epoch covers them.
+        Only the layer that was sampled last is checked, and only on the CPU: accelerators would
+        have to wait, and are covered by the check at the end of the epoch.
         """
         last = next(iter(self._drawn), None)
         if last is None or last.u.device.type != "cpu" or is_sharded(last.u):
@@ -127,20 +127,20 @@ class Steps:
         if not math.isfinite(last.u.detach().sum(dtype=torch.float32).item()):
             raise TrainingError(
                 "the last step made weights NaN or infinite: its loss was not finite. Lower the "
-                "learning rate or clip gradients, and go on from the last good checkpoint."
+                "learning rate or clip gradients, and resume from the last good checkpoint."
             )
 
     def require_some(self, epoch: int) -> None:
         """Raise TrainingError if no low-rank layer was trained in this epoch."""
         if self.forwards == 0:
             raise TrainingError(
-                f"no low-rank layer ran inside step() in epoch {epoch} ({self.count} steps): "
-                "nothing was trained. Put forward and backward inside `with train.step():`."
+                f"no low-rank layer ran inside step() in epoch {epoch} ({self.count} steps), so "
+                "that nothing was trained. Put forward and backward inside `with train.step():`."
             )
         if not self.optimized:
             raise TrainingError(
-                f"optimizer.step() was never called in epoch {epoch} ({self.count} steps): nothing "
-                "was trained. Call it, on the optimizer that the method was given, after each step."
+                f"optimizer.step() was never called in epoch {epoch} ({self.count} steps), so that "
+                "nothing was trained. Call it on the method's optimizer after each step."
             )
 
     def new_epoch(self) -> None:
@@ -151,9 +151,9 @@ class Steps:
         if unreached := [name for name in self._unseen if name in live]:
             self.left_out.update(unreached)
             warnings.warn(
-                f"the forward never reached {listed(unreached)} in this epoch: they are not "
-                "sampled until it does. Leave them dense with decompose(…, skip=…).",
-                stacklevel=4,  # whoever ends the epoch
+                f"the forward never reached these layers in this epoch: {listed(unreached)}. They "
+                "are not sampled until it does. Leave them dense with decompose(…, skip=…).",
+                stacklevel=4,  # the caller of end_epoch
             )
 
     def _note_optimized(self) -> None:
@@ -165,32 +165,32 @@ class Steps:
         return 1 - self.whole / self.count
 
     def chances(self, drawn: Mapping[str, list[float]]) -> dict[str, list[float]]:
-        """Return the probability that a step of this epoch left each layer at rank 1, 2, ….
+        """Return the probability of each layer to be at rank 1, 2, … in a step of this epoch.
 
-        `drawn` are these probabilities for the steps that did not train the whole model.
+        `drawn` has these probabilities for the steps that did not train the whole model.
         """
         sampled = self.sampled
         return {
             name: [
-                sampled * chance + (1 - sampled) * (b == len(of_ranks))
-                for b, chance in enumerate(of_ranks, 1)
+                sampled * chance + (1 - sampled) * (b == len(rank_chances))
+                for b, chance in enumerate(rank_chances, 1)
             ]
-            for name, of_ranks in drawn.items()
+            for name, rank_chances in drawn.items()
         }
 
     def measure(self, ledger: Ledger) -> None:
-        """Let a ledger without MACs count those of the first input that was recorded."""
+        """Count the MACs of the recorded input in a ledger that has none."""
         if self._recorder is None:
             return
         example, self._recorder.example = self._recorder.example, None
-        if self.forwards:  # an input that was not seen by now, inside a compiled model, never is
+        if self.forwards:  # an input that is not recorded by now never will be (compiled models)
             self._recorder.remove()
             self._recorder = None
         if example is not None and ledger.dense_macs is None:
             try:
                 ledger.measure(self._model, example)
             except LayerError as error:
-                logger.warning("the ledger goes without MACs: %s Give LoD an example=.", error)
+                logger.warning("the ledger has no MACs: %s Give LoD an example=.", error)
 
     def counts(self) -> dict[str, Any]:
         """Return the counts of this epoch and the layers that never ran, for a state."""
@@ -207,7 +207,7 @@ class Steps:
         """Restore the counts from a state."""
         counts = (require_whole(key, state[key]) for key in ("steps", "forwards", "whole"))
         self.count, self.forwards, self.whole = counts
-        # older states lack these: the epoch they are from is assumed to be in order
+        # older states do not have it: assume that their optimizer was stepped
         self.optimized = require_bool("optimized", state.get("optimized", True))
         self._unseen = {name: self._layers[name] for name in state.get("unseen", ())}
         self.left_out.clear()
@@ -230,7 +230,7 @@ def backward_pass(
     forward: Callable[[], Any], loss: Callable[[Any], Tensor], weight: float
 ) -> Tensor:
     """Do forward and backward of one pass, and return its weighted loss."""
-    # the output has no name here: it is freed before the backward, if the loss does not need it
+    # without a variable for the output, it is freed before the backward if the loss permits
     value = require_finite_loss(require_loss(loss(forward())) * weight)
     value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
@@ -242,10 +242,10 @@ def teacher_pass(
     weight: float,
     teaches: Callable[[Any], bool],
 ) -> tuple[Tensor, Any]:
-    """Do one pass whose output teaches the next one.
+    """Do one pass whose output is a target of the next one.
 
     Returns:
-        The weighted loss, and the detached output; None in its place if it does not teach.
+        The weighted loss, and the detached output; None instead if `teaches` is False for it.
     """
     output = forward()
     teaching = teaches(output)
@@ -256,17 +256,21 @@ def teacher_pass(
 
 
 def soft_cross_entropy(output: Tensor, teacher: Tensor) -> Tensor:
-    """Return the cross-entropy of scores (N, classes, …) with a teacher's as probabilities."""
+    """Return the cross-entropy of scores (N, classes, …) with the teacher's probabilities."""
     return F.cross_entropy(output, teacher.softmax(1))
 
 
-def why_not_comparable(output: Any) -> str:
-    """Return the shape that an output would need to teach by its class scores; '' if it has it."""
+def missing_shape(output: Any) -> str:
+    """Return the shape that an output needs to be a target by its class scores; '' if it has it."""
     if not isinstance(output, Tensor) or output.ndim in (0, 1, 3):  # 3: classes second or last?
-        given = f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        return f"shape (N, classes) or (N, classes, height, width); the output is {given}"
+        description = (
+            f"{tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        )
+        return f"shape (N, classes) or (N, classes, height, width); the output is {description}"
     if output.shape[1] < 2:
-        return "classes, but the output has a single score, from which nothing would be learned"
+        return (
+            "classes, but the output has a single score, which cannot be compared as probabilities"
+        )
     return ""
 
 
@@ -298,7 +302,7 @@ class _RecordingHook:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or self._recorder is None:
-            return  # inside a compiled graph this hook must stay without effect
+            return  # inside a compiled graph this hook must have no effect
         recorder = self._recorder()
         if recorder is not None and recorder.listening and recorder.example is None:
             recorder.example = ModelInputs(args, kwargs).on_meta()
@@ -308,7 +312,7 @@ class _RecordingHook:
 
 
 def call_after_steps(optimizer: Optimizer, method: Callable[[], None]) -> None:
-    """Call a bound method after every optimizer step that was done, while its object lives."""
+    """Call a bound method after each optimizer step that is not skipped, while its object lives."""
     weak = weakref.WeakMethod(method)
 
     def after_step(stepped: Optimizer, *_: Any) -> None:

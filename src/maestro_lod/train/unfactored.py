@@ -1,8 +1,8 @@
-"""Train low-rank layers as the dense weights that they stand for, as long as ranks do not matter.
+"""Train low-rank layers as dense weights, before ranks are sampled.
 
-One factor becomes the identity and stays it, the other becomes the weight. A step then does what it
-does to the dense model, under any optimizer, and costs as much. Training two factors instead
-follows another path from the first step on, and a slower one.
+One factor becomes the identity and stays it, the other becomes the weight. A step then has the same
+effect and cost as for the dense model, under any optimizer. Two trained factors would take another
+path from the first step on, and learn more slowly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maestro_lod.train.steps import call_after_steps
 
 
 class Unfactored:
-    """The layers of a model that are trained as their weights, until `order_ranks` factors them."""
+    """The layers of a model that are trained as dense weights, until `order_ranks` factors them."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, ema: AveragedModel | None) -> None:
         self._layers = low_rank_layers(model)
@@ -32,19 +32,19 @@ class Unfactored:
 
     @property
     def names(self) -> list[str]:
-        """The layers that are trained as their weights now."""
+        """The layers that are trained as dense weights now."""
         return [name for name, layer in self._layers.items() if layer.identity_factor is not None]
 
     @property
     def ranks(self) -> dict[str, int]:
-        """The ranks of these layers: all of them, since none is less important than another."""
+        """The ranks of these layers, which are all kept."""
         return {name: self._layers[name].rank for name in self.names}
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Turn layers that have all ranks, and train all of them, to weights; outputs are the same.
+        """Turn layers at full rank with trainable factors to dense weights, with the same outputs.
 
-        What the optimizer remembers of a factor is forgotten: it belongs to something else.
+        The optimizer's state of their factors is dropped.
         """
         for name, layer in self._layers.items():
             trained = all(factor.requires_grad for factor in layer.stored_factors())
@@ -61,15 +61,15 @@ class Unfactored:
 
     @torch.no_grad()
     def _keep_identities(self) -> None:
-        """Undo what decay has done to identities, where processes made them have gradients."""
+        """Restore identities that weight decay has changed, as with gradients from DDP or FSDP."""
         for name in self.names:
-            identity = _identity_of(layer := self._layers[name])
+            identity = _identity_factor(layer := self._layers[name])
             if identity.grad is not None:
                 fill(identity, _identity_like(identity, layer))
 
 
 def _identity_side(layer: LowRank) -> Any:
-    """Return which factor can be the identity: the square one."""
+    """Return the name of the factor that can be the identity: the square one."""
     m, n = layer.matrix_shape
     return "u" if m <= n else "v"
 
@@ -91,13 +91,13 @@ def _eye(layer: LowRank, like: Tensor) -> Tensor:
     return eye.expand(layer.groups, -1, -1)
 
 
-def _identity_of(layer: LowRank) -> nn.Parameter:
+def _identity_factor(layer: LowRank) -> nn.Parameter:
     u, v = layer.stored_factors()
     return u if layer.identity_factor == "u" else v
 
 
 def _identity_like(identity: Tensor, layer: LowRank) -> Tensor:
-    """Return the identity in the layout of the factor that it is."""
+    """Return the identity in the layout of its factor."""
     eye, (m, n) = _eye(layer, identity), layer.matrix_shape
     nothing = identity.new_zeros(())
     if layer.identity_factor == "u":

@@ -15,26 +15,26 @@ from maestro_lod.train.shrink import ranks_above
 
 
 def unmoved_ranks(model: nn.Module) -> dict[str, int]:
-    """Return the last rank of each layer that is zero in one factor alone, of those that have any.
+    """Return the last rank of each layer that is zero in one factor alone, if there is one.
 
-    That is how a rank without singular value begins. The factor that is zero gets a gradient, so
-    such a rank is not useless: nothing has moved it yet. Layers that are frozen are left out.
+    Ranks without a singular value start with one zero factor, which gets a gradient: such a rank is
+    not useless but untrained. Frozen layers are left out.
     """
-    unmoved = {name: _unmoved(layer) for name, layer in low_rank_layers(model).items()}
-    return {name: int(of.nonzero().max()) + 1 for name, of in unmoved.items() if bool(of.any())}
+    masks = {name: _unmoved(layer) for name, layer in low_rank_layers(model).items()}
+    return {name: int(mask.nonzero().max()) + 1 for name, mask in masks.items() if bool(mask.any())}
 
 
 def mostly_zero_initialized(model: nn.Module) -> bool:
     """Return True if half or more of a layer's ranks are zero in one factor alone.
 
-    One rank of many, as the row that an embedding has for padding leaves, holds nothing up.
+    A single one of many ranks, such as an embedding's padding row causes, does not matter.
     """
     layers = low_rank_layers(model).values()
     return any(0 < layer.rank <= 2 * int(_unmoved(layer).sum()) for layer in layers)
 
 
 def _unmoved(layer: LowRank) -> Tensor:
-    """Return a mask of the ranks that are zero in one factor alone, and trained."""
+    """Return a mask of the trainable ranks that are zero in one factor alone."""
     unmoved = torch.logical_xor(*_moved_ranks(layer))
     trained = layer.u.requires_grad or layer.v.requires_grad
     return unmoved if trained else torch.zeros_like(unmoved)
@@ -51,7 +51,7 @@ def _moved_ranks(layer: LowRank) -> list[Tensor]:
 
 
 class ProtectedRanks:
-    """Keeps ranks that started as zero in one factor: for an epoch, and while they still are."""
+    """Keeps ranks that started as zero in one factor, for an epoch and until they move."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -66,14 +66,14 @@ class ProtectedRanks:
         *,
         remedy: str,
     ) -> dict[str, int] | None:
-        """Return the rank that each layer keeps at the end of an epoch, the first one being 0.
+        """Return the rank that each layer keeps at the end of an epoch.
 
         Args:
-            epoch: The epoch that ends.
+            epoch: The epoch that ends, counted from 0.
             threshold: The importance at or below which ranks are useless; None if none is removed.
-            min_rank: The rank that every layer keeps.
+            min_rank: The smallest rank of a layer.
             unfactored: The ranks of layers that are trained as dense weights now: all are kept.
-            remedy: What to do where no rank would be left.
+            remedy: The advice of the error if no rank is left.
 
         Raises:
             TrainingError: Weights are not finite, or no layer would have a rank left.
@@ -88,7 +88,7 @@ class ProtectedRanks:
         keep = {name: max(rank, floor.get(name, 0)) for name, rank in above.items()}
         if not any(keep.values()):
             raise TrainingError(
-                f"every rank of every layer is at or below threshold={threshold}: nothing would be "
-                f"left. {remedy}"
+                f"every rank of every layer is at or below threshold={threshold}, so that none "
+                f"would be left. {remedy}"
             )
         return keep

@@ -21,7 +21,7 @@ from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import cost_of
 from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.surgery import extract
-from maestro_lod.train.evaluate import evaluate, recalibrate, to_evaluate
+from maestro_lod.train.evaluate import evaluate, evaluation_loss, recalibrate
 
 FILE = "compared.json"
 
@@ -129,7 +129,7 @@ def _measured(
     """Measure a model after recalibrating its BatchNorm, as for all methods."""
     torch.manual_seed(run.recipe.seed)
     recalibrate(plain, data.train, max(1, run.recipe.recalibration))
-    loss = to_evaluate(loss_of(run.recipe))
+    loss = evaluation_loss(loss_of(run.recipe))
     test = {} if data.test is None else evaluate(plain, data.test, loss)
     if data.score is not None:
         test |= data.score(plain)

@@ -34,7 +34,7 @@ from maestro_lod.pretrained import compression, distillation
 from maestro_lod.progress import OnProgress, ProgressLine, progress_enabled
 from maestro_lod.sizes.outputs import own_outputs, own_scores, scores_loss
 from maestro_lod.text import install_command, parse_size
-from maestro_lod.train.evaluate import to_evaluate
+from maestro_lod.train.evaluate import evaluation_loss
 
 _FORMATS = ("safetensors", "dense", "onnx")
 
@@ -214,7 +214,7 @@ def _opened(
             f"the model of {source} is on the meta device, without values. Build it with weights."
         )
     if data is None and own.validation is not None:
-        quality = Quality(model, own.validation, to_evaluate(loss_of(recipe)))
+        quality = Quality(model, own.validation, evaluation_loss(loss_of(recipe)))
         return model, list(itertools.islice(own.train, count)), quality, scores
     more = _with_held_out(count)
     batches, measured = distillation.hold_out(

@@ -159,7 +159,7 @@ class Tuning:
     def _require_possible(self, max_params: int, data: Data) -> None:
         """Raise OptionError for a limit that every model keeps, or none."""
         model = model_of(self.recipe, data)
-        ledger = Ledger.of(model)
+        ledger = Ledger.open_for(model)
         smallest = dict.fromkeys(low_rank_layers(model), self._settings.min_rank)
         fewest = ledger.costs(model).at(smallest).params
         if max_params >= ledger.dense_params:
