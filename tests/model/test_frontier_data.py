@@ -338,7 +338,7 @@ def test_the_table_shows_the_best() -> None:
 
 def test_the_picture_is_svg_with_every_point(tmp_path: Path) -> None:
     found, path = small(), tmp_path / "frontier.svg"
-    found.plot(path, beside={"SVD & more <": small()})
+    found.plot(path, others={"SVD & more <": small()})
     root = ElementTree.fromstring(path.read_text())
     assert root.tag.endswith("svg")
     names = {e.text for e in root.iter() if e.tag.endswith("text")}

@@ -237,14 +237,14 @@ BAD_CALLS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] 
     ),
     "near pattern": (Named, {"skip": ["head", "stme"]}, ["skip", "'stme'", "Did you mean 'stem'"]),
     "one of several patterns": (Named, {"only": ["head", "layer5.*"]}, ["'layer5.*'", "stem"]),
-    "predicate": (three_linears, {"only": lambda *_: False}, ["not among only"]),
-    "everything skipped": (three_linears, {"skip": "*"}, ["skipped as asked (*)"]),
+    "predicate": (three_linears, {"only": lambda *_: False}, ["not matched by only"]),
+    "everything skipped": (three_linears, {"skip": "*"}, ["matched by skip (*)"]),
     "unknown layer": (Named, {"ranks": {"haed": 2}}, ["'haed'", "Did you mean 'head'"]),
     "rank pattern": (Named, {"ranks": {"layer5.*": 2}}, ["'layer5.*'", "stem, body.0.0"]),
     "rank of a skipped layer": (
         Named,
         {"skip": "head", "ranks": {"head": 2}},
-        ["'head'", "left alone", "skipped as asked"],
+        ["'head'", "stays dense", "matched by skip"],
     ),
     "negative rank": (three_linears, {"ranks": -1}, ["rank -1", "negative"]),
     "negative rank by name": (three_linears, {"ranks": {"1": -2}}, ["rank -2 for 1", "0 to 6"]),
@@ -436,7 +436,7 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hook on the weight": (hooked_weight, "tensor hooks"),
     "hook on accumulation": (hooked_accumulation, "tensor hooks"),
     "further parameters": (extra_parameter, "further parameters (scale)"),
-    "submodule": (with_submodule, "a submodule of its own (activation)"),
+    "submodule": (with_submodule, "a submodule (activation)"),
     "our name": (with_rank, "would hide its attribute rank, trainable"),
     "hook of its state": (with_state_hook, "hooks of its state dict"),
     "one output": (lambda: nn.Linear(6, 1), "no rank saves anything (1×6)"),
@@ -871,7 +871,7 @@ layer  kind             weight    rank  saves up to
 ───────────────────────────────────────────────────────────────────────────────────────────
 0      Conv2d           8×3×3×3    8/8            6  can be decomposed
 3      Conv2d           8×1×3×3                      no rank saves anything (1×9 per group)
-4      Conv2d           12×4×3×3                     skipped as asked (4)
+4      Conv2d           12×4×3×3                     matched by skip (4)
 5      ConvTranspose2d  12×4×2×2  6/12            6  can be decomposed
 7      Linear           10×64     5/10            8  can be decomposed"""
 
@@ -903,7 +903,7 @@ def test_a_survey_is_data() -> None:
     assert plan.ranks == {"0": 8, "5": 6, "7": 5}
     assert plan.left_alone == {
         "3": "no rank saves anything (1×9 per group)",
-        "4": "skipped as asked (4)",
+        "4": "matched by skip (4)",
     }
     rows = {row["name"]: row for row in json.loads(json.dumps(plan.to_dict()))["layers"]}
     assert rows["5"] == {

@@ -550,7 +550,7 @@ def test_unfinished_work_of_another_search_is_refused(tmp_path: Path) -> None:
     frontier(model, loss, resume=tmp_path, until=0.5)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     for options, what in (
-        ({"step": 0.2}, "step is 0.1 there and 0.2 here"),
+        ({"step": 0.2}, "step is 0.1, not 0.2"),
         ({"method": "greedy"}, "method is look-ahead"),
         ({"cost": "params"}, "cost is macs"),
         ({"exact": True}, "exact is False"),
