@@ -188,8 +188,8 @@ def _require_same_call(kept: Mapping[str, Any], call: Mapping[str, Any], directo
     for key in {**kept, **call}:
         if kept.get(key) != call.get(key):
             raise OptionError(
-                f"{directory} holds unfinished work of another call: its {key} is {kept.get(key)!r}, "
-                f"not {call.get(key)!r}. Repeat that call, or remove the directory."
+                f"{directory} holds unfinished work of another call: {key} is "
+                f"{kept.get(key)!r}, not {call.get(key)!r}. Repeat that call, or remove it."
             )
 
 

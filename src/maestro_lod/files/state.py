@@ -61,7 +61,7 @@ def save_state(state: Any, path: str | os.PathLike[str]) -> None:
         metadata = {"format": _FORMAT, "state": json.dumps(written)}
     except (RecursionError, ValueError) as error:  # the second: a number of thousands of digits
         raise CheckpointError(
-            f"{path} cannot hold this state ({error}). Make it smaller."
+            f"the state for {path} cannot be written ({error}). Make it smaller."
         ) from None
     write_tensors(tensors, metadata, Path(path))
 

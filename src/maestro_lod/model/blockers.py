@@ -223,15 +223,17 @@ def _called_methods(model: nn.Module) -> dict[type, frozenset[str]]:
 
 def _descendants(module: nn.Module, path: Path) -> list[nn.Module]:
     """Return the modules inside a module that a path may lead to."""
-    reached: list[nn.Module | None] = [module]
+    reached = [module]
     for key in path:
-        reached = [
-            child
-            for each in reached
-            if each is not None
-            for child in (each._modules.values() if key == "*" else [each._modules.get(key)])
-        ]
-    return [each for each in reached if each is not None]
+        reached = [child for each in reached for child in _children(each, key)]
+    return reached
+
+
+def _children(module: nn.Module, key: str) -> list[nn.Module]:
+    """Return the child of this name if there is one; all children for "*"."""
+    modules = module._modules  # of a scripted module it is another type, without get()
+    names = [*modules.keys()] if key == "*" else [key] if key in modules else []
+    return [child for name in names if (child := modules[name]) is not None]
 
 
 _LAZY = "lazy: its shape is not known before the first forward"

@@ -218,7 +218,7 @@ def _require_not_compiled_alone(model: nn.Module) -> None:
         inner = unwrapped(module)
         if inner is not module and hasattr(type(inner), "user_attributes"):
             raise LayerError(
-                f"{name} was compiled separately, and its compiled code would still use its factors. "
+                f"{name} was compiled separately, and its code would still use the factors. "
                 "Compile the model or the module that contains it, or fuse before you compile."
             )
 
