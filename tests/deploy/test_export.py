@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx
-import onnxruntime
 import pytest
 import torch
 from safetensors import safe_open
@@ -187,6 +185,8 @@ def test_onnx_files_run_without_torch(made: Made) -> None:
     assert done.bytes == made.path("onnx").stat().st_size
     assert list(made.directory.glob("*onnx*")) == [made.path("onnx")]
     assert_nothing_of_this_machine(made.path("onnx").read_bytes())
+    import onnxruntime
+
     session = onnxruntime.InferenceSession(made.path("onnx"), providers=["CPUExecutionProvider"])
     assert session.get_inputs()[0].shape[0] == session.get_outputs()[0].shape[0] == "batch"
     assert session.get_outputs()[0].name in ("output", "output_0")
@@ -332,6 +332,8 @@ def test_low_rank_and_int8_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert 0 < done.difference <= INT8_TOLERANCE
     assert done.size_ratio < 0.35  # a quarter, and the graph
     assert "onnx int8" in str(done)
+    import onnx
+
     integers = {t.name for t in onnx.load(path).graph.initializer if t.data_type == 2}
     assert len([name for name in integers if name.endswith("_quantized")]) == 4
     # beyond its own bound it is garbage, and what was there before stays

@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
 
 import maestro_lod as lod
 from maestro_lod.cli.main import COMMANDS
-from maestro_lod.integrations.huggingface import save_pretrained
 from tests.support.directories import write_llama
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +62,10 @@ def given_to(page: str, block: str) -> dict[str, Any]:
         write_llama(Path("gpt2"))
         return {"loader": [{"input_ids": ids, "labels": ids}] * 2}
     if page == "pretrained":
+        from transformers import AutoModelForCausalLM
+
+        from maestro_lod.integrations.huggingface import save_pretrained
+
         llama = AutoModelForCausalLM.from_pretrained(write_llama(Path("llama")))
         if "model.layers" in block:
             return {"model": llama, "batches": [{"input_ids": torch.arange(16).view(2, 8)}]}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import maestro_lod as lod
 from maestro_lod.errors import DataError, LayerError, OptionError
@@ -264,6 +263,8 @@ def test_one_sample_orders_its_direction_first():
 
 
 def test_experts_that_no_token_reaches_are_split_by_their_weights():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
     config = MixtralConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=1,

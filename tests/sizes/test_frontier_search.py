@@ -551,10 +551,10 @@ def test_unfinished_work_of_another_search_is_refused(tmp_path: Path) -> None:
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     for options, what in (
         ({"step": 0.2}, "step is 0.1, not 0.2"),
-        ({"method": "greedy"}, "method is look-ahead"),
-        ({"cost": "params"}, "cost is macs"),
+        ({"method": "greedy"}, "method is 'look-ahead'"),
+        ({"cost": "params"}, "cost is 'macs'"),
         ({"exact": True}, "exact is False"),
-        ({"ranks": [{"0": 3}]}, "method is look-ahead"),
+        ({"ranks": [{"0": 3}]}, "method is 'look-ahead'"),
     ):
         with pytest.raises(OptionError, match=f"unfinished work of another call: {what}"):
             frontier(model, loss, resume=tmp_path, **options)  # type: ignore[arg-type]

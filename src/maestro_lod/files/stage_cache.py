@@ -189,7 +189,8 @@ def _require_same_call(kept: Mapping[str, Any], call: Mapping[str, Any], directo
         if kept.get(key) != call.get(key):
             raise OptionError(
                 f"{directory} holds unfinished work of another call: {key} is "
-                f"{kept.get(key)!r}, not {call.get(key)!r}. Repeat that call, or remove it."
+                f"{kept.get(key)!r}, not {call.get(key)!r}. Repeat that call, or remove the "
+                "directory."
             )
 
 

@@ -89,7 +89,7 @@ class Factors(nn.Module):
         u_kernel, v_kernel = math.prod(u.shape[2:]), math.prod(v.shape[2:])
         self.matrix_shape = (u.shape[0] // groups * u_kernel, v.shape[1] // groups * v_kernel)
         self.positions = None
-        self._active: int | None = None  # outside of blocks of the running context
+        self._activated: int | None = None  # outside of blocks of the running context
         self._trainable: tuple[bool, bool] | None = None  # of factors that are frozen while empty
         self._origin, self._copied_from = _Origin(self), _Origin()
         self._compiled = False
@@ -180,14 +180,14 @@ class Factors(nn.Module):
         for block in reversed(active_blocks()):
             if self in block:
                 return block[self]
-        return self._active
+        return self._activated
 
     def activate(self, rank: int | None) -> None:
         """Use only the first `rank` ranks from now on, in all contexts; None uses all."""
         if rank is not None:
             self.require_active(rank)
         self._require_one_context()
-        self.__dict__["_active"] = rank  # past nn.Module's slow setattr
+        self.__dict__["_activated"] = rank  # past nn.Module's slow setattr
         self._set_limit()
 
     def require_active(self, rank: int) -> None:
@@ -221,7 +221,7 @@ class Factors(nn.Module):
         self._limit.fill_(self._compiled_rank())
 
     def _compiled_rank(self) -> int:
-        rank = self._active
+        rank = self._activated
         for _, rank in self._blocks[-1:]:  # noqa: B007
             pass
         return _NO_LIMIT if rank is None else rank
@@ -236,7 +236,7 @@ class Factors(nn.Module):
     def _replicate_for_data_parallel(self) -> Self:
         """Return the replica for one thread of `nn.DataParallel`, at the ranks of this thread."""
         replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        replica.__dict__["_active"] = self._chosen_rank()
+        replica.__dict__["_activated"] = self._chosen_rank()
         return replica
 
     def require_order(self, rank: int) -> None:
