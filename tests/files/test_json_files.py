@@ -49,7 +49,7 @@ def test_what_has_the_shape_is_accepted(value: Any, shape: Any) -> None:
         ([1, "2"], [int], r"\[1\] is text instead of a whole number"),
         ({"a": {"b": []}}, {"a": {str: int}}, "a.b is a list instead of a whole number"),
         ({"loss": 1.0}, POINT, "the content has no 'ranks'"),
-        ({"ranks": {}, "loss": 1.0, "latency": "0"}, POINT, "latency is text where"),
+        ({"ranks": {}, "loss": 1.0, "latency": "0"}, POINT, "latency is text instead"),
         ({"points": [{"loss": 1}]}, {"points": [POINT]}, r"points\[0\] has no 'ranks'"),
         ("x", ([int], None), "the content is text instead of a list"),
     ],
