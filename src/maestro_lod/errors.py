@@ -39,7 +39,7 @@ class CheckpointError(MaestroError, RuntimeError):
 
 
 class OutputError(CheckpointError):
-    """An exported file does not compute what the model computes."""
+    """The outputs of an exported file differ from those of the model."""
 
 
 class DataError(MaestroError, RuntimeError):

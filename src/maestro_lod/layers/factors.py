@@ -66,7 +66,7 @@ class Factors(nn.Module):
     matrix_shape: tuple[int, int]
     """The shape (m, n) of the matrix that each group factors."""
     positions: int | None
-    """Where the last forward applied the weight (batch included); None if there was none."""
+    """The number of positions of the last forward, batch included; None before the first one."""
     _limit: Tensor
     product_cache: ProductCache | None = None
     """The product of the factors for several passes, inside `composed_once`."""

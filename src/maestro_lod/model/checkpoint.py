@@ -159,7 +159,7 @@ def load(
             the best size within them, if the file was saved with a frontier.
 
     Returns:
-        The model, or what a bare layer became.
+        The model; for a bare layer, its replacement.
 
     Raises:
         CheckpointError: If the file is damaged, or holds another model.

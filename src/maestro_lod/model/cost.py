@@ -184,7 +184,7 @@ class LayerCost(Generic[Macs]):
     dense_params: int
     dense_macs: Macs
     form: str
-    """What `fuse` and `extract` choose for the layer: "dense" or "factored"."""
+    """The form that `fuse` and `extract` choose: "dense" or "factored"."""
     fused_params: int
     fused_macs: Macs
     """MACs in that form; torch's recurrent layers multiply their factors first."""

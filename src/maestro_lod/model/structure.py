@@ -95,7 +95,7 @@ def uninitialized(name: str, dense: nn.Module, rank: int) -> LowRank:
 
 
 def restructure(model: nn.Module, wanted: Structure, *, fill: Fill) -> nn.Module:
-    """Change a model to a structure, in place; return the model, or what a bare layer became.
+    """Change a model to a structure, in place; return it, or the replacement of a bare layer.
 
     All new layers are made before any is exchanged, so that an error leaves the model unchanged.
     """

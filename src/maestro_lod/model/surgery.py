@@ -73,7 +73,7 @@ def decompose(
             trained weights.
 
     Returns:
-        The model, or what a bare layer became.
+        The model; for a bare layer, its replacement.
 
     Raises:
         LayerError: If no layer can be replaced, a pattern matches none, or weights are not finite.
@@ -143,7 +143,7 @@ def fuse(model: Model, *, by: By = "params") -> Model:
             "dense" or "factored" for every low-rank layer.
 
     Returns:
-        The model, or what a bare layer became.
+        The model; for a bare layer, its replacement.
 
     Raises:
         LayerError: If there is no low-rank layer, or one was compiled by itself.
@@ -184,7 +184,7 @@ def extract(model: Model, ranks: Ranks | None = None, *, by: By = "params") -> M
         model: A decomposed model.
         ranks: Ranks as for `decompose`; a share is one of the full rank, whatever is stored. Layers
             that are not named keep their stored rank; rank 0 becomes one rank of zeros.
-        by: What decides between one layer and two, as in `fuse`.
+        by: The criterion for one layer or two, as for `fuse`.
 
     Returns:
         The plain copy.
