@@ -31,9 +31,9 @@ class Unpacked(Protocol):
     user_attributes: tuple[str, ...]
     """The names of attributes that a user added to the dense layer."""
     applies_parts: bool
-    """Whether it multiplies by the weights of its parts, at `positions_of` its inputs, instead of
-    calling them. Then `observed(on_product, *inputs)` computes the same and calls
-    `on_product(part, rows, products)` for each product."""
+    """Whether it multiplies by the weights of its parts instead of calling them. Then it defines
+    `positions_of(*inputs)`, the number of positions, and `observed(on_product, *inputs)`, which
+    computes the same and calls `on_product(part, rows, products)` for each product."""
 
     @staticmethod
     def blocker(dense: Any) -> str:
