@@ -218,7 +218,7 @@ def main() -> None:
         answer[kind] = report(kind, found, costs)
         if low_rank:
             first, *others = found
-            found[first].plot(RESULTS / "frontier.svg", beside={n: found[n] for n in others})
+            found[first].plot(RESULTS / "frontier.svg", others={n: found[n] for n in others})
     write("frontier", answer)
 
 

@@ -1,6 +1,6 @@
 """Exceptions of the library, nearest-name suggestions, and checks of arguments.
 
-Every message says what is wrong, with which value, and what to do.
+Every message names the fault, the value and the way out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CheckpointError(MaestroError, RuntimeError):
 
 
 class OutputError(CheckpointError):
-    """An exported file does not compute what the model computes."""
+    """The outputs of an exported file differ from those of the model."""
 
 
 class DataError(MaestroError, RuntimeError):
@@ -47,16 +47,16 @@ class DataError(MaestroError, RuntimeError):
 
 
 def listed(names: Iterable[str], most: int = 6) -> str:
-    """Join names for a message; a list longer than `most` is cut, and its length is given."""
-    shown = [name or "(the model itself)" for name in names]
-    if len(shown) <= most:
-        return ", ".join(shown) if shown else "none"
-    return f"{', '.join(shown[:most])}, … ({len(shown)})"
+    """Join names for a message; a list longer than `most` is cut and ends with its length."""
+    texts = [name or "(the model itself)" for name in names]
+    if len(texts) <= most:
+        return ", ".join(texts) if texts else "none"
+    return f"{', '.join(texts[:most])}, … ({len(texts)})"
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, names: Iterable[str]) -> str:
     """Return " Did you mean …?" with the closest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -20,7 +20,7 @@ _VOID = {"input", "link", "meta", "wbr"}
 
 
 class Markup(str):
-    """Text that is markup already; `tag` and `joined` escape every other text."""
+    """Escaped markup; `tag` and `joined` escape every other text."""
 
     __slots__ = ()
 
@@ -84,7 +84,7 @@ class Table:
 
 
 class Tabular:
-    """A value that is printed, and shown in notebooks, as its table."""
+    """Base of values that print as a table, and appear as one in notebooks."""
 
     def table(self) -> Table:
         """Return the table of this value."""
@@ -110,12 +110,12 @@ _WAYS = "a share of the dense model as 25% or 0.25x, or a count as 5000, 300k or
 
 
 def parse_size(text: str, option: str = "") -> int | float:
-    """Parse a size as people write it: 25% or 0.25x is a share, 300k or 1.2M a count.
+    """Parse a size: 25% or 0.25x is a share, 300k or 1.2M a count.
 
     Args:
         text: The size. A bare number is a share below 1 and a count above; 1 itself could be
             either and is refused.
-        option: The name of the option that the text was given for, for error messages.
+        option: The name of the option, for error messages.
 
     Returns:
         An int for a count, a float for a share of the dense model.
@@ -123,23 +123,23 @@ def parse_size(text: str, option: str = "") -> int | float:
     Raises:
         OptionError: If the text is not a size, or could mean two sizes.
     """
-    given = f"{option} {text[:40]!r}".strip()
+    quoted = f"{option} {text[:40]!r}".strip()
     match = _SIZE.fullmatch(text.strip().replace(",", "").replace("_", ""))
     if match is None or not math.isfinite(float(match[1])):
-        raise OptionError(f"{given} is not a size. Write {_WAYS}.")
+        raise OptionError(f"{quoted} is not a size. Write {_WAYS}.")
     number, unit = float(match[1]), match[2]
     if unit in ("%", "x", "×"):
         return number / 100 if unit == "%" else number
     if not unit and number == 1:
         raise OptionError(
-            f"{given} could mean all of the dense model or a single one. Write 100% or 1x for the "
+            f"{quoted} could mean all of the dense model or a single one. Write 100% or 1x for the "
             "whole model; leave the limit out for no limit."
         )
     if not unit and number < 1:
         return number
     count = number * _THOUSANDS[unit]
     if abs(count - round(count)) > 1e-6 * count:
-        raise OptionError(f"{given} is neither a share below 1 nor a whole count. Write {_WAYS}.")
+        raise OptionError(f"{quoted} is neither a share below 1 nor a whole count. Write {_WAYS}.")
     return round(count)
 
 
@@ -149,13 +149,13 @@ _NAME = "maestro-lod"
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that adds an extra, from the place that the library came from."""
+    """Return the pip command that adds an extra, from the source of this installation."""
     place, editable = _installation()
     return f"pip install {'--editable ' if editable else ''}'{place}[{extra}]'"
 
 
 def _installation() -> tuple[str, bool]:
-    """Return what pip installed the library from, as far as recorded, and whether in place."""
+    """Return the recorded source of the installation, and whether it is editable."""
     try:
         text = metadata.distribution(_NAME).read_text("direct_url.json")
         record = json.loads(text or "{}")

@@ -106,7 +106,7 @@ def test_a_loss_to_judge_by_needs_no_gradient_but_is_one_number() -> None:
 
 def test_a_single_sample_cannot_train_a_norm_over_the_batch() -> None:
     normed = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    with pytest.raises(OptionError, match="a batch of one sample cannot train a norm"):
+    with pytest.raises(OptionError, match="a batch norm cannot train on a batch of one sample"):
         fitted(normed, (X, CLASS), (X[:1], CLASS[:1]))
 
     class Picky(nn.Module):
@@ -157,7 +157,7 @@ def test_a_file_is_not_rounded_silently(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         target = net().to(dtype)
         before = Snapshot.of(target)
-        with pytest.raises(CheckpointError, match=rf"as torch\.float32, which {dtype}"):
+        with pytest.raises(CheckpointError, match=rf"as torch\.float32, .*{dtype} would round"):
             lod.load(path, into=target)
         before.assert_unchanged(target)
     lod.save(model.bfloat16(), path)

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from pyarrow import parquet
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from maestro_lod.cli.cache_directory import cache_directory
@@ -132,6 +131,8 @@ def test_every_name_has_a_loader():
 
 def test_digits_are_scikit_learns_at_mnists_size():
     data = load_data("digits", batch=100, validation=0)
+    from sklearn.datasets import load_digits
+
     pixels, labels = load_digits(return_X_y=True)
     x, y = epoch(data.test)
     assert torch.equal(y, torch.tensor(labels[4::5]))

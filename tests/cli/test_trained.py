@@ -653,5 +653,5 @@ def test_targets_that_are_all_ignored_are_refused(finished: Path) -> None:
     data = deployment.Data(
         train=ignored, validation=None, test=None, example=inputs[:1], classes=10, note=""
     )
-    with pytest.raises(OptionError, match="Is the batch empty"):
+    with pytest.raises(OptionError, match="the batch is not empty"):
         deployment.find_frontier(Trained(trained.run, trained.model, data))

@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
 
 import maestro_lod as lod
 from maestro_lod.cli.main import COMMANDS
-from maestro_lod.integrations.huggingface import save_pretrained
 from tests.support.directories import write_llama
 
 ROOT = Path(__file__).parents[2]
@@ -62,10 +60,16 @@ def given_to(page: str, block: str) -> dict[str, Any]:
         return {"network": network, "rounds": 2, "clients": [Client(), Client()]}
     if page == "huggingface":
         ids = torch.arange(16).view(2, 8)
+        from transformers import AutoModelForCausalLM
+
         llama = AutoModelForCausalLM.from_pretrained(write_llama(Path("gpt2")))
-        save_pretrained(lod.decompose(llama, ranks=0.5), "small")
+        lod.save_pretrained(lod.decompose(llama, ranks=0.5), "small")
         return {"loader": [{"input_ids": ids, "labels": ids}] * 2}
     if page == "pretrained":
+        from transformers import AutoModelForCausalLM
+
+        from maestro_lod.integrations.huggingface import save_pretrained
+
         llama = AutoModelForCausalLM.from_pretrained(write_llama(Path("llama")))
         if "model.layers" in block:
             return {"model": llama, "batches": [{"input_ids": torch.arange(16).view(2, 8)}]}

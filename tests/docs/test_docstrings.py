@@ -15,6 +15,8 @@ from maestro_lod.layers import registry
 RUN = [
     *("at_ranks", "decompose", "extract", "fuse", "load", "match_ranks", "ranks", "register"),
     *("save", "set_ranks", "show_progress", "survey", "verify"),
+    *("calibrate", "choose_ranks", "frontier", "latency", "load_state", "own_scores"),
+    *("own_values", "round_ranks", "save_state", "scores_loss", "summary"),
 ]
 """Names whose examples are complete programs, given `lod`, `nn` and `torch`."""
 

@@ -164,6 +164,7 @@ def test_finished_stages_are_kept_as_a_whole_or_not_at_all(code: int, tmp_path: 
         assert not made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 def test_a_deployment_is_there_as_a_whole_or_not_at_all(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,6 +204,7 @@ def test_a_deployment_is_there_as_a_whole_or_not_at_all(
     assert [file.name for file in tmp_path.iterdir()] == ["out"], left
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_whatever_failed(tmp_path: Path) -> None:
     """Some operations of a short training, one failure each; the end is the same."""
     recipe = load_recipe(

@@ -41,17 +41,17 @@ def test_what_has_the_shape_is_accepted(value: Any, shape: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "shape", "message"),
     [
-        ([], dict, "the content is a list where an object belongs"),
-        (True, int, "the content is true or false where a whole number belongs"),
-        (2.0, int, "the content is a number where a whole number belongs"),
-        ("1", float | None, "the content is text where a number or null belongs"),
-        (None, dict, "the content is null where an object belongs"),
-        ([1, "2"], [int], r"\[1\] is text where a whole number belongs"),
-        ({"a": {"b": []}}, {"a": {str: int}}, "a.b is a list where a whole number belongs"),
+        ([], dict, "the content is a list instead of an object"),
+        (True, int, "the content is true or false instead of a whole number"),
+        (2.0, int, "the content is a number instead of a whole number"),
+        ("1", float | None, "the content is text instead of a number or null"),
+        (None, dict, "the content is null instead of an object"),
+        ([1, "2"], [int], r"\[1\] is text instead of a whole number"),
+        ({"a": {"b": []}}, {"a": {str: int}}, "a.b is a list instead of a whole number"),
         ({"loss": 1.0}, POINT, "the content has no 'ranks'"),
-        ({"ranks": {}, "loss": 1.0, "latency": "0"}, POINT, "latency is text where"),
+        ({"ranks": {}, "loss": 1.0, "latency": "0"}, POINT, "latency is text instead"),
         ({"points": [{"loss": 1}]}, {"points": [POINT]}, r"points\[0\] has no 'ranks'"),
-        ("x", ([int], None), "the content is text where a list belongs"),
+        ("x", ([int], None), "the content is text instead of a list"),
     ],
 )  # fmt: skip
 def test_another_shape_is_refused_with_its_key(value: Any, shape: Any, message: str) -> None:

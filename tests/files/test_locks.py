@@ -290,6 +290,8 @@ def main() -> None:
     print(json.dumps(ends), file=sys.stderr)  # noqa: T201  # the trainings print too
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds workers as Linux tells")
 def test_two_trainings_and_a_killed_one_with_living_workers() -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -678,6 +677,8 @@ def test_exported_programs_compute_what_models_do(
     path = tmp_path / f"m.{format}"
     assert lod.export(model, path, example=inputs).batch is None
     if format == "onnx":
+        import onnxruntime
+
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         names = [i.name for i in session.get_inputs()]
         feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}

@@ -652,3 +652,13 @@ def test_layers_take_their_input_by_torchs_name(conv: nn.Module) -> None:
     wanted = conv(input=x)
     layer = lod.decompose(nn.Sequential(conv))[0]
     torch.testing.assert_close(layer(input=x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_from_dense_shares_no_memory_with_the_dense_layer() -> None:
+    dense = nn.Linear(6, 6)
+    weight, bias = dense.weight.detach().clone(), dense.bias.detach().clone()
+    layer = LowRankLinear.from_dense(dense)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(7.0)
+    assert torch.equal(dense.weight, weight) and torch.equal(dense.bias, bias)

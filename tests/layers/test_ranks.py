@@ -402,3 +402,34 @@ def test_set_ranks_refuses_all_or_nothing(given):
 
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(answers_from_threads()) + "\n")
+
+
+def test_a_module_with_attributes_of_a_low_rank_layer_is_not_one() -> None:
+    class Lookalike(nn.Module):
+        rank = full_rank = active_rank = 3
+
+    assert lod.ranks(nn.Sequential(lod.decompose(nn.Linear(6, 6)), Lookalike())) == {"0": 6}
+
+
+class Winding(nn.Module):
+    """Calls its layers in another order than it lists them, one twice and one only at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.twice, self.rare = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, rarely: bool = False) -> Tensor:
+        x = self.twice(self.twice(x))
+        return self.last(self.rare(x) if rarely else x)
+
+
+@pytest.mark.parametrize("rarely", [False, True])
+def test_each_layer_runs_at_its_own_rank_whatever_the_order_of_calls(rarely: bool) -> None:
+    model, x, ranks = (
+        lod.decompose(Winding()),
+        torch.randn(3, 6),
+        {"last": 1, "twice": 2, "rare": 3},
+    )
+    with lod.at_ranks(model, ranks):
+        output = model(x, rarely)
+    torch.testing.assert_close(output, lod.extract(model, ranks)(x, rarely))

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._pytree import tree_leaves
 
 import maestro_lod as lod
-from maestro_lod.layers import LowRank, LowRankMatrix, Matrix, Product, Recurrent
+from maestro_lod.layers import LowRank, LowRankMatrix, Matrix, Product
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported")
 
@@ -301,37 +301,6 @@ def test_extract_equals_at_ranks_and_holds_the_factors_alone(kind: str, ranks: A
     assert all(p.grad is None for p in ours.parameters())
 
 
-def test_extract_of_decompose_is_the_model_itself() -> None:
-    for kind, options in itertools.product(KINDS, OPTIONS):
-        dense = recurrent(kind, **options)
-        state = lod.extract(low_rank_copy(dense)).state_dict()
-        for name, tensor in dense.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("by", "ranks", "left"),
-    [
-        ("params", None, []),
-        ("params", {"weight_hh_l0": 2}, ["weight_hh_l0"]),  # 2 · 25 < 100
-        ("params", 2, ["weight_ih_l0", "weight_hh_l0"]),
-        ("macs", 1, ["weight_ih_l0", "weight_hh_l0"]),  # as many MACs, and fewer parameters
-        ("macs", None, []),
-    ],
-)
-def test_fuse_makes_dense_what_is_cheaper_dense(by: str, ranks: Any, left: list[str]) -> None:
-    model = nn.ModuleDict({"rnn": nn.LSTM(I, H)})
-    if isinstance(ranks, dict):
-        ranks = {f"rnn.{name}": rank for name, rank in ranks.items()}
-    lod.decompose(model, ranks=ranks)
-    x = torch.randn(T, N, I)
-    expected, _ = model["rnn"](x)
-    lod.fuse(model, by=by)
-    assert low_rank_names(model) == [f"rnn.{name}" for name in left]
-    assert type(model["rnn"]) is (Recurrent if left else nn.LSTM)
-    torch.testing.assert_close(model["rnn"](x)[0], expected, **CLOSE)
-
-
 # -- cost --------------------------------------------------------------------------------------
 
 
@@ -348,15 +317,6 @@ def test_a_summary_counts_each_weight_at_each_step() -> None:
     assert cost.dense_params == sum(p.numel() for p in nn.LSTM(I, H).parameters())
     assert cost.dense_macs == into.dense_macs + within.dense_macs
     assert cost.macs == into.macs + within.macs
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_dense_cost_is_that_of_the_dense_layer(kind: str) -> None:
-    dense, x = recurrent(kind, num_layers=2, bidirectional=True), torch.randn(T, N, I)
-    before, after = lod.summary(dense, x), lod.summary(low_rank_copy(dense, ranks=1), x)
-    assert (after.dense_params, after.dense_macs) == (before.params, before.macs)
-    assert sum(row.dense_macs for row in after.layers) == after.dense_macs
-    assert sum(row.macs for row in after.layers) == after.macs
 
 
 def test_weights_that_stay_dense_have_their_macs_in_the_summary() -> None:
@@ -400,39 +360,7 @@ class Tagger(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_samples_penalizes_and_shrinks_the_weights(kind: str, tmp_path: Path) -> None:
-    model = lod.decompose(Tagger(kind, num_layers=2))
-    before = lod.ranks(model)
-    optimizer = optim.AdamW(model.parameters(), lr=0.02)
-    train = lod.LoD(model, optimizer, penalty=1.0, proximal=True, threshold=0.5, min_rank=1)
-    drawn: set[str] = set()
-    for _ in range(30):
-        x = torch.randn(N, T, I)
-        with train.step() as ranks:
-            drawn |= set(ranks)
-            loss = nn.functional.cross_entropy(
-                model(x).flatten(0, 1), (x[..., 0] > 0).long().flatten()
-            )
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    lost = train.end_epoch()
-    assert len([name for name in drawn if name.startswith("rnn.")]) > 2
-    recurrent_names = [name for name in before if name.startswith("rnn.weight")]
-    assert len(recurrent_names) == (6 if "projections" in kind else 4)
-    assert all(lost.get(name, 0) > 0 for name in recurrent_names), lod.ranks(model)
-    assert train.ledger.relative_macs is not None
-    x = torch.randn(N, T, I)
-    model.eval()
-    torch.testing.assert_close(lod.extract(model)(x), model(x), **CLOSE)
-    lod.save(model, tmp_path / "model.safetensors")
-    loaded = lod.load(tmp_path / "model.safetensors", into=Tagger(kind, num_layers=2)).eval()
-    assert lod.ranks(loaded) == lod.ranks(model)
-    torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("into", ["dense", "decomposed", "smaller", "other weights"])
+@pytest.mark.parametrize("into", ["dense", "other weights"])
 @pytest.mark.parametrize("kept", [(), ("rnn.weight_hh_l0",)], ids=["all", "some"])
 @pytest.mark.parametrize("kind", ["LSTM with projections", "GRU"])
 def test_a_file_loads_into_dense_and_decomposed_models(
@@ -442,8 +370,7 @@ def test_a_file_loads_into_dense_and_decomposed_models(
     lod.save(model, tmp_path / "model.safetensors")
     target = Tagger(kind)
     if into != "dense":
-        skip = "rnn.weight_ih_l0" if into == "other weights" else []
-        lod.decompose(target, skip=skip, ranks=1 if into == "smaller" else None)
+        lod.decompose(target, skip="rnn.weight_ih_l0")
     loaded = lod.load(tmp_path / "model.safetensors", into=target)
     assert loaded is target and lod.ranks(loaded) == lod.ranks(model)
     x = torch.randn(N, T, I)

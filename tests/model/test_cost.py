@@ -465,7 +465,7 @@ def test_a_model_that_needs_values_says_what_has_none(what: str) -> None:
         model = model.to("meta")
     else:
         example = example.to("meta")
-    with pytest.raises(LayerError, match=f"DataDependent.*Give the {what} with real values"):
+    with pytest.raises(LayerError, match=f"DataDependent.*Give the {what} with values"):
         lod.summary(model, example)
 
 

@@ -84,7 +84,7 @@ def test_the_best_within_all_limits_is_picked(found: Frontier, limits: dict[str,
 @given(frontiers(), st.floats(0.0, 1.0))
 def test_the_cheapest_of_an_accuracy_is_picked(found: Frontier, accuracy: float) -> None:
     if found[0].accuracy is None:
-        with pytest.raises(OptionError, match="knows no accuracy"):
+        with pytest.raises(OptionError, match="has no accuracy"):
             found.pick(min_accuracy=accuracy)
         return
     within = [p for p in found if meets(p, "min_accuracy", accuracy)]
@@ -188,7 +188,7 @@ def test_numbers_and_shares_are_told_apart() -> None:
         ({"max_bytes": math.inf}, "max_bytes=inf must be"),
         ({"min_accuracy": 97.0}, "min_accuracy=97.0 must be a share"),
         ({"min_accuracy": math.nan}, "min_accuracy=nan must be a share"),
-        ({"max_latency": 0.1}, "knows no latency. Use with_latency"),
+        ({"max_latency": 0.1}, "has no latency. Use with_latency"),
         ({"max_params": "5"}, "max_params='5' is not a number"),
         ({"max_params": True}, "max_params=True is not a number"),
     ],
@@ -211,9 +211,9 @@ def test_all_within_limits_are_listed_best_first() -> None:
 
 
 def test_what_was_not_measured_cannot_be_limited() -> None:
-    with pytest.raises(OptionError, match=r"knows no macs. Give frontier.* an example="):
+    with pytest.raises(OptionError, match=r"has no macs. Give frontier.* an example="):
         replace(small(macs=None), cost="params").pick(max_macs=10)
-    with pytest.raises(OptionError, match=r"knows no accuracy. Give frontier.* an accuracy="):
+    with pytest.raises(OptionError, match=r"has no accuracy. Give frontier.* an accuracy="):
         small(accuracy=None).pick(min_accuracy=0.5)
 
 
@@ -228,9 +228,9 @@ def test_latency_is_added_in_seconds() -> None:
     with pytest.raises(OptionError, match=r"max_latency=0.0005: the nearest has latency 1 ms"):
         timed.pick(max_latency=0.0005)
     for bad in (math.nan, -1.0, 0.0, math.inf):
-        with pytest.raises(OptionError, match="gave a latency"):
+        with pytest.raises(OptionError, match="returned a latency"):
             found.with_latency(lambda ranks, bad=bad: bad, dense=1.0)  # type: ignore[misc]
-        with pytest.raises(OptionError, match="dense gave a latency"):
+        with pytest.raises(OptionError, match="dense returned a latency"):
             found.with_latency(lambda ranks: 1.0, dense=bad)
 
 
@@ -338,7 +338,7 @@ def test_the_table_shows_the_best() -> None:
 
 def test_the_picture_is_svg_with_every_point(tmp_path: Path) -> None:
     found, path = small(), tmp_path / "frontier.svg"
-    found.plot(path, beside={"SVD & more <": small()})
+    found.plot(path, others={"SVD & more <": small()})
     root = ElementTree.fromstring(path.read_text())
     assert root.tag.endswith("svg")
     names = {e.text for e in root.iter() if e.tag.endswith("text")}

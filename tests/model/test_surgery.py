@@ -237,14 +237,14 @@ BAD_CALLS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] 
     ),
     "near pattern": (Named, {"skip": ["head", "stme"]}, ["skip", "'stme'", "Did you mean 'stem'"]),
     "one of several patterns": (Named, {"only": ["head", "layer5.*"]}, ["'layer5.*'", "stem"]),
-    "predicate": (three_linears, {"only": lambda *_: False}, ["not among only"]),
-    "everything skipped": (three_linears, {"skip": "*"}, ["skipped as asked (*)"]),
+    "predicate": (three_linears, {"only": lambda *_: False}, ["not matched by only"]),
+    "everything skipped": (three_linears, {"skip": "*"}, ["matched by skip (*)"]),
     "unknown layer": (Named, {"ranks": {"haed": 2}}, ["'haed'", "Did you mean 'head'"]),
     "rank pattern": (Named, {"ranks": {"layer5.*": 2}}, ["'layer5.*'", "stem, body.0.0"]),
     "rank of a skipped layer": (
         Named,
         {"skip": "head", "ranks": {"head": 2}},
-        ["'head'", "left alone", "skipped as asked"],
+        ["'head'", "stays dense", "matched by skip"],
     ),
     "negative rank": (three_linears, {"ranks": -1}, ["rank -1", "negative"]),
     "negative rank by name": (three_linears, {"ranks": {"1": -2}}, ["rank -2 for 1", "0 to 6"]),
@@ -333,7 +333,7 @@ def test_forms_are_as_a_mapping_says_and_it_has_to_say_all() -> None:
     assert [type(layer) for layer in plain] == [nn.Linear, nn.Sequential]
     torch.testing.assert_close(plain(x), model(x))
     for forms in ({"0": "dense"}, {"0": "dense", "1": "small"}):
-        with pytest.raises(OptionError, match="'dense' or 'factored' for 1 too"):
+        with pytest.raises(OptionError, match="lacks 'dense' or 'factored' for 1"):
             lod.extract(model, by=forms)
 
 
@@ -436,7 +436,7 @@ LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hook on the weight": (hooked_weight, "tensor hooks"),
     "hook on accumulation": (hooked_accumulation, "tensor hooks"),
     "further parameters": (extra_parameter, "further parameters (scale)"),
-    "submodule": (with_submodule, "a submodule of its own (activation)"),
+    "submodule": (with_submodule, "a submodule (activation)"),
     "our name": (with_rank, "would hide its attribute rank, trainable"),
     "hook of its state": (with_state_hook, "hooks of its state dict"),
     "one output": (lambda: nn.Linear(6, 1), "no rank saves anything (1×6)"),
@@ -465,7 +465,7 @@ def test_what_cannot_be_decomposed_is_left_alone_with_the_reason(
     assert low_rank_names(model) == ["plain"]
     assert words in lod.survey(model).left_alone["special"]
     assert lod.survey(model).left_alone == expected
-    with pytest.raises(LayerError, match=r"'special'.*left alone"):
+    with pytest.raises(LayerError, match=r"'special'.*stays dense"):
         lod.decompose(nn.ModuleDict({"special": make()}), ranks={"special": 2})
 
 
@@ -871,7 +871,7 @@ layer  kind             weight    rank  saves up to
 ───────────────────────────────────────────────────────────────────────────────────────────
 0      Conv2d           8×3×3×3    8/8            6  can be decomposed
 3      Conv2d           8×1×3×3                      no rank saves anything (1×9 per group)
-4      Conv2d           12×4×3×3                     skipped as asked (4)
+4      Conv2d           12×4×3×3                     matched by skip (4)
 5      ConvTranspose2d  12×4×2×2  6/12            6  can be decomposed
 7      Linear           10×64     5/10            8  can be decomposed"""
 
@@ -903,7 +903,7 @@ def test_a_survey_is_data() -> None:
     assert plan.ranks == {"0": 8, "5": 6, "7": 5}
     assert plan.left_alone == {
         "3": "no rank saves anything (1×9 per group)",
-        "4": "skipped as asked (4)",
+        "4": "matched by skip (4)",
     }
     rows = {row["name"]: row for row in json.loads(json.dumps(plan.to_dict()))["layers"]}
     assert rows["5"] == {
@@ -995,7 +995,7 @@ def test_fuse_is_refused_while_fewer_ranks_run(snapshot: Callable[[nn.Module], A
     model = lod.decompose(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     lod.set_ranks(model, {"1": 3})
     before = snapshot(model)
-    with pytest.raises(MaestroError, match=r"fuse goes by the stored ranks, but 1 run"):
+    with pytest.raises(MaestroError, match=r"fuse uses the stored ranks, but 1 run"):
         lod.fuse(model)
     before.assert_unchanged(model)
     lod.set_ranks(model, None)
@@ -1166,14 +1166,14 @@ def test_models_that_keep_activations_can_be_copied(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_copied_is_refused_by_name() -> None:
     model = lod.decompose(Remembering())
     model.lock = threading.Lock()
-    with pytest.raises(LayerError, match=r"Remembering cannot be copied.*lock.*__deepcopy__"):
+    with pytest.raises(LayerError, match=r"Remembering cannot be deep-copied.*lock.*__deepcopy__"):
         lod.extract(model)
 
 
 def test_a_layer_that_was_compiled_by_itself_is_not_fused() -> None:
     model = lod.decompose(three_linears())
     model[1] = torch.compile(model[1], backend="eager")
-    with pytest.raises(LayerError, match="1 was compiled by itself"):
+    with pytest.raises(LayerError, match="1 was compiled separately"):
         lod.fuse(model)
     model = lod.decompose(nn.Sequential(nn.MultiheadAttention(8, 2)))
     model[0] = torch.compile(model[0], backend="eager")
@@ -1200,7 +1200,7 @@ def test_ranks_for_layers_that_are_low_rank_already_are_refused() -> None:
     assert lod.survey(model, ranks=2).ranks == {"0": 6, "1": 6, "2": 4}
     assert lod.ranks(lod.decompose(model, ranks=6)) == {"0": 6, "1": 6, "2": 4}
     model = lod.decompose(three_linears(), only="0")
-    with pytest.raises(LayerError, match=r"ranks=\{'0\*': 2\} is for layers that are low-rank"):
+    with pytest.raises(LayerError, match=r"ranks=\{'0\*': 2\} names only layers that are low-rank"):
         lod.decompose(model, ranks={"0*": 2, "1": 3})
     assert lod.ranks(lod.decompose(model, ranks=2)) == {"0": 6, "1": 2, "2": 2}
 
@@ -1290,5 +1290,5 @@ def test_a_layer_that_cannot_be_copied_is_refused_too() -> None:
     model = Logging()
     model.linear.lock = threading.Lock()
     lod.decompose(model)
-    with pytest.raises(LayerError, match=r"Logging cannot be copied.*lock"):
+    with pytest.raises(LayerError, match=r"Logging cannot be deep-copied.*lock"):
         lod.extract(model)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import maestro_lod as lod
 from maestro_lod.errors import DataError, LayerError, OptionError
@@ -264,6 +263,8 @@ def test_one_sample_orders_its_direction_first():
 
 
 def test_experts_that_no_token_reaches_are_split_by_their_weights():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
     config = MixtralConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=1,
@@ -389,7 +390,7 @@ def test_calibration_of_another_model_is_refused(snapshot):
     found = calibrate(nn.Sequential(nn.Linear(8, 8)), [torch.randn(4, 8)])
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     before = snapshot(model)
-    with pytest.raises(LayerError, match="calibration knows no layer 1"):
+    with pytest.raises(LayerError, match="calibration has no layer 1"):
         lod.decompose(model, calibration=found)
     before.assert_unchanged(model)
 
@@ -397,3 +398,46 @@ def test_calibration_of_another_model_is_refused(snapshot):
 def test_a_model_without_anything_to_calibrate_is_refused():
     with pytest.raises(LayerError, match="can be calibrated"):
         calibrate(nn.ReLU(), [torch.randn(2)])
+
+
+RECURRENT = {
+    "LSTM": lambda **options: nn.LSTM(5, 4, 2, **options),
+    "LSTM with projections": lambda **options: nn.LSTM(5, 6, 2, proj_size=3, **options),
+    "GRU": lambda **options: nn.GRU(5, 4, 2, **options),
+    "RNN": lambda **options: nn.RNN(5, 4, 2, **options),
+    "RNN with relu": lambda **options: nn.RNN(5, 4, 2, nonlinearity="relu", **options),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("build", RECURRENT.values(), ids=RECURRENT)
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("shape", [(2, 6, 5), (6, 5)], ids=["batch", "one sequence"])
+@pytest.mark.parametrize("started", [False, True])
+def test_recurrent_layers_compute_the_same_while_they_are_calibrated(
+    build, bidirectional, batch_first, shape, started
+) -> None:
+    layer, x = build(bidirectional=bidirectional, batch_first=batch_first), torch.randn(shape)
+    inputs = (x, layer(x)[1]) if started else (x,)
+    outputs = []
+
+    def loss(output, _):
+        outputs.append(output)
+        return output[0].square().sum()
+
+    moments = calibrate(layer, [(inputs, None)], loss=loss).moments
+    torch.testing.assert_close(outputs[0], layer(*inputs))
+    assert set(moments) == {name for name, p in layer.named_parameters() if p.ndim == 2}
+
+
+def test_a_loss_weights_the_gates_of_a_recurrent_layer() -> None:
+    torch.manual_seed(0)
+    model, x, start = nn.RNN(3, 4, batch_first=True), torch.randn(2, 1, 3), torch.randn(1, 2, 4)
+    calibrated = calibrate(model, [((x, start), None)], loss=lambda output, _: output[0].sum())
+    assert calibrated.has_gradients
+    slope = (1 - model(x, start)[0].square()).detach()[:, 0]  # of tanh
+    for name in ("weight_ih_l0", "weight_hh_l0"):
+        torch.testing.assert_close(
+            calibrated.moments[name].outputs[0].float(), slope.T @ slope, rtol=1e-4, atol=1e-5
+        )

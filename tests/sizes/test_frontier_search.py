@@ -337,9 +337,9 @@ def test_ranks_of_other_runs_are_evaluated() -> None:
     for point in found:
         with lod.at_ranks(model.eval(), point.ranks), torch.no_grad():
             assert point.loss == loss(model).item()
-    with pytest.raises(RankError, match="above what the layer has"):
+    with pytest.raises(RankError, match="larger than the rank of the layer"):
         frontier(model, loss, ranks=[{"0": 13}])
-    with pytest.raises(LayerError, match="no low-rank layer here"):
+    with pytest.raises(LayerError, match="not a low-rank layer"):
         frontier(model, loss, ranks=[{"1": 3}])
     with pytest.raises(OptionError, match=r"ranks\[1\]"):
         frontier(
@@ -474,7 +474,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 def test_what_cannot_be_searched_is_refused() -> None:
     model, x, _ = made("residual")
-    with pytest.raises(OptionError, match="batch empty"):
+    with pytest.raises(OptionError, match="batch is not empty"):
         frontier(model, lambda m: m(x).sum() * math.nan)
     with pytest.raises(LayerError, match="no low-rank layer"):
         frontier(mlp(), lambda m: 0.0)
@@ -550,11 +550,11 @@ def test_unfinished_work_of_another_search_is_refused(tmp_path: Path) -> None:
     frontier(model, loss, resume=tmp_path, until=0.5)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     for options, what in (
-        ({"step": 0.2}, "step is 0.1 there and 0.2 here"),
-        ({"method": "greedy"}, "method is look-ahead"),
-        ({"cost": "params"}, "cost is macs"),
+        ({"step": 0.2}, "step is 0.1, not 0.2"),
+        ({"method": "greedy"}, "method is 'look-ahead'"),
+        ({"cost": "params"}, "cost is 'macs'"),
         ({"exact": True}, "exact is False"),
-        ({"ranks": [{"0": 3}]}, "method is look-ahead"),
+        ({"ranks": [{"0": 3}]}, "method is 'look-ahead'"),
     ):
         with pytest.raises(OptionError, match=f"unfinished work of another call: {what}"):
             frontier(model, loss, resume=tmp_path, **options)  # type: ignore[arg-type]
@@ -600,7 +600,7 @@ def test_what_is_no_unfinished_work_is_left_unchanged(
     model, _, loss = made("mlp")
     path = tmp_path / "mine"
     path.write_bytes(FOREIGN[kind])
-    with pytest.raises(OptionError, match="is not a directory of unfinished work"):
+    with pytest.raises(OptionError, match="holds other files than unfinished work"):
         frontier(model, loss, resume=path if place == "the file itself" else tmp_path)
     assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == FOREIGN[kind]
 

@@ -154,7 +154,7 @@ def test_it_is_data() -> None:
 def test_damaged_data_is_refused(damage: Callable[[dict[str, Any]], Any]) -> None:
     data = json.loads(json.dumps(latency_of({"a": CURVE}).to_dict()))
     damage(data)
-    with pytest.raises(CheckpointError, match="no measured latency"):
+    with pytest.raises(CheckpointError, match="not a measured latency"):
         Latency.from_dict(data)
 
 
@@ -346,7 +346,7 @@ def test_keyword_and_several_arguments_are_examples_too() -> None:
         ({"n": 3}, {}, OptionError, "no tensor with a batch dimension"),
         (torch.empty(2, 9), {}, LayerError, "Linear does not run on this example"),
         (torch.empty(2, 8), {"rounds": 0}, OptionError, "rounds=0"),
-        (torch.empty(2, dtype=torch.long, device="meta"), {}, OptionError, "cannot be guessed"),
+        (torch.empty(2, dtype=torch.long, device="meta"), {}, OptionError, "cannot be drawn"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

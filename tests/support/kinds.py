@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 import examples.own_layer  # noqa: F401  # registers nn.Bilinear, which the library does not know
 
@@ -147,10 +146,16 @@ def plain(
     return Kind(name, lambda: Around(layer()), shapes, **options)
 
 
+def conv1d_of_transformers(out: int, into: int) -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(out, into)
+
+
 KINDS = [
     plain("Linear", lambda: nn.Linear(24, 20), (2, 24)),
     plain("Linear without bias", lambda: nn.Linear(20, 28, bias=False), (2, 3, 20)),
-    plain("Conv1D of transformers", lambda: Conv1D(28, 20), (2, 3, 20)),
+    plain("Conv1D of transformers", lambda: conv1d_of_transformers(28, 20), (2, 3, 20)),
     plain("Conv1d", lambda: nn.Conv1d(8, 16, 3, stride=2), (2, 8, 11)),
     plain("Conv2d", lambda: nn.Conv2d(6, 16, 3, 2, 1, padding_mode="reflect"), (2, 6, 9, 9)),
     plain("Conv3d", lambda: nn.Conv3d(4, 12, 2, bias=False), (2, 4, 4, 4, 4)),

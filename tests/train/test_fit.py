@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from transformers.modeling_outputs import SequenceClassifierOutput
 
 from maestro_lod import BudgetTraining, ElasticTraining, LoD, at_ranks, decompose, extract, ranks
 from maestro_lod.errors import OptionError, TrainingError
@@ -878,11 +877,11 @@ class Sequences(nn.Module):
         torch.manual_seed(3)
         self.hidden, self.head = nn.Linear(12, 16), nn.Linear(16, 3)
 
-    def forward(
-        self, x: Tensor, labels: Tensor | None = None, scale: float = 1.0
-    ) -> SequenceClassifierOutput:
+    def forward(self, x: Tensor, labels: Tensor | None = None, scale: float = 1.0) -> Any:
         logits = scale * self.head(self.hidden(x).relu())
         loss = None if labels is None else F.cross_entropy(logits, labels)
+        from transformers.modeling_outputs import SequenceClassifierOutput
+
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 

@@ -897,7 +897,7 @@ def test_a_model_that_runs_at_fewer_ranks_is_not_trained():
     """Layers that are not drawn would stay at that rank, and nobody would see it."""
     model = low_rank_model()
     set_ranks(model, 1)
-    with pytest.raises(MaestroError, match=r"training goes by the stored ranks.*set_ranks"):
+    with pytest.raises(MaestroError, match=r"training uses the stored ranks.*set_ranks"):
         LoD(model, sgd(model))
     set_ranks(model, None)
     LoD(model, sgd(model))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
@@ -65,6 +64,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def digits() -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    from sklearn.datasets import load_digits
+
     data = load_digits()
     x, y = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
     batches = list(zip(x.split(64), y.split(64), strict=True))

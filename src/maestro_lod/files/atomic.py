@@ -1,4 +1,4 @@
-"""Atomic writes of files and directories, and locks for directories that one process works in."""
+"""Atomic writes of files and directories, and locks that give a directory to one process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ _PREFIX, _LOCK = ".writing-", ".lock"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a place to write a file; it replaces the old one once the block is done.
+    """Yield a temporary path to write; the file replaces the target at the end of the block.
 
-    Readers see the old file or the new one, never half. The place is a directory of its own beside
-    the target, since libraries that write may make temporary files themselves: all of them go away
-    with it, and a process that is killed leaves nothing but that directory, which the next one to
-    write the file removes.
+    Readers see the old file or the new one, never a part. The path is in a temporary directory next
+    to the target, since libraries may create temporary files themselves: all of them are removed
+    with it. A killed process leaves only that directory, which the next writer of the file removes.
     """
-    # a link is replaced too: in a directory of others it may lead to any file
+    # a link is replaced too, since in a directory from another user it may lead to any file
     target = Path(os.path.realpath(path.parent)) / path.name
     with _temporary_place(target, path) as place:
         yield place / target.name
@@ -46,7 +45,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_files(directory: Path) -> Iterator[Path]:
-    """Give a place to write several files; they replace those in a directory once all are written.
+    """Yield a temporary directory; its files replace those in `directory` after the block.
 
     Each file is replaced as a whole; other files in the directory stay.
     """
@@ -62,22 +61,22 @@ def replacing_files(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary_place(target: Path, path: Path) -> Iterator[Path]:
-    """Make a directory for files that will replace a target; it is removed after the block."""
+    """Create a directory for files that will replace a target; it is removed after the block."""
     with writing(path):
-        for left in target.parent.glob(f"{_PREFIX}{glob.escape(target.name)}-*"):
-            if _deserted(left):
-                shutil.rmtree(left, ignore_errors=True)
+        for leftover in target.parent.glob(f"{_PREFIX}{glob.escape(target.name)}-*"):
+            if _deserted(leftover):
+                shutil.rmtree(leftover, ignore_errors=True)
         place, handle = _own_place(target)
     try:
         yield place
     finally:
-        shutil.rmtree(place, ignore_errors=True)  # the next one to write clears what stays
+        shutil.rmtree(place, ignore_errors=True)  # the next writer removes the rest
         if handle in _held:  # not in a forked child
             _close(handle)
 
 
 def _put_in_place(written: Path, target: Path) -> None:
-    """Replace a file by one that was written to a temporary place."""
+    """Replace a file with one from a temporary directory."""
     written.chmod(_mode(target, written.parent))  # safetensors lets only the owner read
     with written.open("r+b") as file:
         os.fsync(file.fileno())
@@ -86,7 +85,7 @@ def _put_in_place(written: Path, target: Path) -> None:
 
 
 def _own_place(target: Path) -> tuple[Path, int | None]:
-    """Make a directory next to a file, locked while this process lives, where there are locks."""
+    """Create a directory next to a file, locked while this process lives if locks exist."""
     while True:
         place = Path(tempfile.mkdtemp(dir=target.parent, prefix=f"{_PREFIX}{target.name}-"))
         try:
@@ -114,7 +113,7 @@ def _held_place(place: Path) -> int | None:
 
 
 def _deserted(place: Path) -> bool | None:
-    """Return whether the process that wrote there has ended; None if that is not known."""
+    """Return whether the writer of a directory has ended; None if that is not known."""
     try:
         handle = _held_place(place)
     except BlockingIOError:
@@ -129,15 +128,17 @@ def _deserted(place: Path) -> bool | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Report errors of files in the `with` block as errors of writing this one."""
+    """Raise CheckpointError for OS errors in the `with` block, which writes this file."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot write {path} ({error.strerror or error}).") from error
+        raise CheckpointError(
+            f"cannot write {path} ({error.strerror or error}). Check its directory and the disk."
+        ) from error
 
 
 def _mode(target: Path, directory: Path) -> int:
-    """Return the permissions of a file that is there, or of one that would be created plainly."""
+    """Return the permissions of an existing file, or the default ones of a new file."""
     if target.is_symlink() or not target.exists():
         target = directory / f"{target.name}.plain"
         target.touch()
@@ -146,9 +147,9 @@ def _mode(target: Path, directory: Path) -> int:
 
 @contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
-    """Give a directory to fill; in one rename it takes the place of none or an empty one.
+    """Yield a directory to fill; one rename moves it to `path`, which must be empty or missing.
 
-    One process at a time: the next one clears what a killed one has left.
+    Only one process at a time can do so. Leftovers of a killed process are removed.
     """
     with alone_for(path), filling_directory(path) as place:
         yield place
@@ -156,7 +157,7 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def alone_for(path: Path) -> Iterator[None]:
-    """Let no other process put a directory in that place while the block runs."""
+    """Lock the path of a directory that this process creates in the block."""
     target = Path(os.path.realpath(path))
     with writing(path):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +167,7 @@ def alone_for(path: Path) -> Iterator[None]:
 
 @contextmanager
 def filling_directory(path: Path) -> Iterator[Path]:
-    """Do what `replacing_directory` does for the process that is `alone_for` that place."""
+    """Yield a directory as `replacing_directory`, inside `alone_for` the same path."""
     target = Path(os.path.realpath(path))
     place = target.with_name(f".filling-{target.name}")
     with writing(path):
@@ -187,7 +188,7 @@ def filling_directory(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what killed processes left while writing there; call it inside `alone_in`."""
+    """Remove temporary directories of killed processes; call it inside `alone_in`."""
     for place in directory.glob(f"{_PREFIX}*"):
         if _deserted(place) is not False:
             with writing(place):
@@ -195,7 +196,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def _remove(place: Path) -> None:
-    """Remove a directory with all that is in it, a file or a link, if there is one."""
+    """Remove a directory with its content, a file or a link, if it exists."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
     else:
@@ -203,12 +204,12 @@ def _remove(place: Path) -> None:
 
 
 def open_to_append(path: Path) -> IO[str]:
-    """Open a text file of our own to append to it; a link to another file is refused."""
+    """Open a text file for appending; raise OSError for a link."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
 
 
-# -- directories of others -----------------------------------------------------------------------
+# -- directories from elsewhere ------------------------------------------------------------------
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -221,13 +222,13 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def require_no_link_out(directory: Path) -> None:
-    """Refuse a directory with links to files elsewhere."""
+    """Raise CheckpointError if a directory contains links to files outside of it."""
     for file in sorted(directory.iterdir()):
         require_no_link(file)
 
 
 def require_no_link(file: Path) -> None:
-    """Refuse a link to a file outside of its directory, unless to the blobs of a hub's cache."""
+    """Raise CheckpointError for a link out of its directory, except into a hub cache's blobs."""
     if not file.is_symlink() or file.is_dir():
         return
     inside = file.parent.resolve()
@@ -235,23 +236,23 @@ def require_no_link(file: Path) -> None:
     if inside.parent.name == "snapshots":
         allowed.add(inside.parents[1] / "blobs")
     try:
-        found = file.resolve().parent
+        parent = file.resolve().parent
     except RuntimeError:  # links to each other, up to Python 3.12
-        found = None
-    if found not in allowed:
+        parent = None
+    if parent not in allowed:
         raise CheckpointError(
-            f"{file} is a link to a file outside of the directory. Put the file in its place."
+            f"{file} is a link to a file outside of the directory. Replace the link with the file."
         )
 
 
 # -- one process at a time -----------------------------------------------------------------------
 
 _held: set[int] = set()
-"""File handles that locks hang on."""
+"""File handles that hold locks."""
 
 
 def _forget_locks() -> None:
-    """Close the locks in a forked child: a worker that outlives its parent must not hold them."""
+    """Close locks in a forked child, since a worker that outlives its parent must not hold them."""
     for handle in _held:
         os.close(handle)
     _held.clear()
@@ -263,31 +264,31 @@ if fcntl is not None:
 
 @contextmanager
 def alone_in(directory: Path, *, lock: Path | None = None) -> Iterator[None]:
-    """Let no other process into a directory while the block runs; the second is told of the first.
+    """Lock a directory for this process; raise BusyError with the owner if another one has it.
 
-    The system holds the lock, for as long as the process lives: nothing has to be cleared after a
-    kill. The file says who it is. Where the file system knows no locks, a warning says so.
+    The operating system holds the lock while the process lives, so nothing is left to clear after a
+    kill. The lock file names the owner. On file systems without locks a warning is issued.
     """
     lock = lock or directory / _LOCK
     handle = _locked(directory, lock)
     try:
         if handle is not None:
             now = datetime.now().astimezone().isoformat(" ", "seconds")
-            who = f"process {os.getpid()} on {socket.gethostname()} since {now}"
-            with suppress(OSError):  # a full disk is told where it matters
+            owner = f"process {os.getpid()} on {socket.gethostname()} since {now}"
+            with suppress(OSError):  # a full disk matters only to later writes
                 os.ftruncate(handle, 0)
-                os.write(handle, who.encode())
+                os.write(handle, owner.encode())
         yield
     finally:
         if handle is not None and handle in _held:  # not in a forked child
-            with suppress(OSError):  # then it stays, which keeps nobody out
+            with suppress(OSError):  # a file without a lock has no effect
                 lock.unlink(missing_ok=True)
             _close(handle)
 
 
 @contextmanager
 def waited_for(path: Path) -> Iterator[None]:
-    """Wait until no other process is in a block for that file; an OSError where nobody can tell."""
+    """Wait for the lock of a file; raise OSError on systems without locks."""
     if fcntl is None:
         raise OSError(errno.ENOSYS, "this system has no locks")
     handle = os.open(path, os.O_RDWR)
@@ -300,17 +301,17 @@ def waited_for(path: Path) -> Iterator[None]:
             _close(handle)
 
 
-def _holder(handle: int) -> str:
-    """Return what the holder of a lock says of itself, which it does just after it has it."""
+def _owner(handle: int) -> str:
+    """Return the owner of a lock, who writes it to the file just after locking."""
     for _ in range(20):
-        if said := os.pread(handle, 200, 0).decode(errors="replace"):
-            return said
+        if owner := os.pread(handle, 200, 0).decode(errors="replace"):
+            return owner
         time.sleep(0.05)
     return "another process"
 
 
 def _locked(directory: Path, lock: Path) -> int | None:
-    """Return the handle that a lock hangs on; None where there are no locks."""
+    """Lock a file and return its handle; None on systems without locks."""
     while fcntl is not None:
         with writing(lock):
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -322,20 +323,22 @@ def _locked(directory: Path, lock: Path) -> int | None:
         except FileNotFoundError:
             pass
         except BlockingIOError:
-            who = _holder(handle)
+            owner = _owner(handle)
             _close(handle)
             raise BusyError(
-                f"{directory} is in use by {' '.join(who.split())}. Wait for it to end, or give "
+                f"{directory} is in use by {' '.join(owner.split())}. Wait for it to end, or give "
                 "another directory."
             ) from None
         except OSError as error:
             _close(handle)
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise CheckpointError(f"cannot lock {lock} ({error.strerror}).") from error
+                raise CheckpointError(
+                    f"cannot lock {lock} ({error.strerror}). Check its directory."
+                ) from error
             break
-        _close(handle)  # of a file that its owner has removed meanwhile: try the new one
+        _close(handle)  # the owner removed this file: try the new one
     warnings.warn(
-        f"{directory} cannot be locked on this file system: let no other process write there.",
+        f"{directory} cannot be locked on this file system. Let no other process write to it.",
         stacklevel=4,
     )
     return None
@@ -347,7 +350,7 @@ def _close(handle: int) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make a rename last through a crash of the machine, where the system can do that."""
+    """Flush a rename to disk, on systems that can, so that it survives a crash."""
     if os.name == "posix":
         handle = os.open(directory, os.O_RDONLY)
         try:

@@ -1,11 +1,10 @@
-"""Digests that let a reader prove the first rows of a tensor without reading the rest.
+"""Digests by blocks of rows, which verify the first rows of a tensor without reading the rest.
 
-A tensor's rows are digested in blocks that grow with what comes before them, so that the blocks
-which hold the first rows are hardly longer than the rows: at most a sixteenth, or a page of 4 KiB.
-Blocks have a CRC-32, three times as fast as SHA-256 and on any processor: one or two flipped bits,
-or any damage within 32 bits, always change it, and of other damage one block in four billion would
-pass. The header, which holds them and is short, has a SHA-256, of which twelve bytes are kept.
-Neither is a signature: whoever wants to deceive could write new digests.
+The length of a block grows with its offset, so that the blocks with the first rows are at most a
+sixteenth, or a page of 4 KiB, longer than the rows. Blocks have a CRC-32, which is three times as
+fast as SHA-256: it detects one or two flipped bits and any damage within 32 bits; other damage
+remains undetected in one block of four billion. The header, which contains the digests, has a
+SHA-256 of twelve bytes. Neither is a signature: an attacker could write new digests.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _SHORTEST, _LONGEST, _SHARE = 2**12, 2**20, 16
 
 @dataclass(frozen=True)
 class Digest:
-    """A way to digest bytes, as a text of so many characters."""
+    """A digest of bytes as text with `length` characters."""
 
     name: str
-    """Of the text in a header that holds the digests of all blocks."""
+    """The key of the text in a header that holds the digests of all blocks."""
     length: int
-    of: Callable[[Any], str]
+    compute: Callable[[Any], str]
 
-    def of_blocks(self, data: memoryview, ends: list[int]) -> str:
-        """Return the digests of the blocks that end there, one after the other."""
-        return "".join(self.of(data[a:b]) for a, b in zip([0, *ends], ends, strict=False))
+    def compute_blocks(self, data: memoryview, ends: list[int]) -> str:
+        """Return the concatenated digests of the blocks with these ends."""
+        return "".join(self.compute(data[a:b]) for a, b in zip([0, *ends], ends, strict=False))
 
 
 def _crc32(data: Any) -> str:
@@ -43,19 +42,19 @@ def _crc32(data: Any) -> str:
 
 
 def _sha256(data: Any) -> str:
-    found = hashlib.sha256(data, usedforsecurity=False).digest()
-    return base64.b64encode(found[:12]).decode()
+    digest = hashlib.sha256(data, usedforsecurity=False).digest()
+    return base64.b64encode(digest[:12]).decode()
 
 
 CRC32 = Digest("crc32", 8, _crc32)
 SHA256 = Digest("digests", 16, _sha256)
-"""Of headers, and of the blocks in files from before they had a CRC-32."""
+"""The digest of headers, and of blocks in files of early versions."""
 
 
 def block_ends(shape: Sequence[int], size: int) -> list[int]:
-    """Return the bytes at which the blocks of a tensor end, each at the end of a row.
+    """Return the offsets at which the blocks of a tensor end, each at the end of a row.
 
-    Its rows are along the first dimension; all of them are `size` bytes.
+    Rows are along the first dimension; `size` is the number of bytes of all rows.
     """
     ends: list[int] = []
     end, row_bytes = 0, size // max(shape[0], 1) if len(shape) else size
@@ -67,7 +66,7 @@ def block_ends(shape: Sequence[int], size: int) -> list[int]:
 
 
 def in_pieces(ends: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """Put blocks together until they are worth a read; yields begins, and ends relative to them."""
+    """Group blocks into reads of some size; yield the begin of each and its ends relative to it."""
     begin, piece = 0, list[int]()
     for end in ends:
         piece.append(end - begin)
@@ -82,9 +81,8 @@ def in_pieces(ends: list[int]) -> Iterator[tuple[int, list[int]]]:
 def digest_of(value: Any) -> str:
     """Return a SHA-256 digest of nested values: tensors, models, mappings, sequences, plain data.
 
-    A model counts with its kinds of modules, parameters and buffers, a function with its name, any
-    other object with its type and attributes. The digest is the same in every process and on every
-    device.
+    A model contributes its types of modules, parameters and buffers, a function its name, any other
+    object its type and attributes. The digest is the same in every process and on every device.
     """
     digest = hashlib.sha256()
     _update(digest, value, set())
@@ -92,14 +90,14 @@ def digest_of(value: Any) -> str:
 
 
 def _update(digest: Any, value: Any, outer: set[int]) -> None:
-    """Add a value to a digest; `outer` has the ids of the objects that it is part of."""
+    """Add a value to a digest; `outer` has the ids of the objects that contain it."""
     if isinstance(value, Tensor):
         _update_by_tensor(digest, value)
     elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
         _update_by_text(digest, f"{type(value).__name__} {value!r}")
     elif (name := getattr(value, "__qualname__", None)) is not None:  # a function or class
         _update_by_text(digest, f"{value.__module__}.{name}")
-    elif hasattr(value, "tobytes"):  # an array of numpy's
+    elif hasattr(value, "tobytes"):  # a numpy array
         _update_by_text(digest, f"{value.dtype} {value.shape}")
         _update_by_bytes(digest, value.tobytes())
     elif id(value) in outer:
@@ -112,7 +110,7 @@ def _update(digest: Any, value: Any, outer: set[int]) -> None:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return the values that an object consists of."""
+    """Return the parts of an object."""
     if isinstance(value, nn.Module):
         kinds = {name: type(module).__qualname__ for name, module in value.named_modules()}
         return [kinds, dict(value.named_parameters()), dict(value.named_buffers())]

@@ -1,9 +1,9 @@
-"""JSON that others may have written: read within limits, and checked against a shape.
+"""JSON files from elsewhere: read within limits, and checked against a shape.
 
 Only regular files of limited size and nesting are read. A shape is a type (`dict`, `int | None`;
-true and false are not numbers), `[shape]` for a list, `{str: shape}` for an object with any keys,
-an object with the keys that must be there (one that ends with "?" may be missing), or a tuple
-`(shape, None)` for what may be null.
+true and false are not numbers), `[shape]` for a list, `{str: shape}` for an object with any keys, a
+mapping of the required keys (a key that ends with "?" is optional), or a tuple `(shape, None)` for
+a value that may be null.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from maestro_lod.errors import CheckpointError
 Shape: TypeAlias = "type | UnionType | list[Shape] | Mapping[Any, Shape] | tuple[Shape, None]"
 
 LARGEST, DEEPEST = 2**27, 100
-"""Most bytes of a file, and most levels of lists and objects in each other."""
+"""The largest file in bytes, and the deepest nesting of lists and objects."""
 
 _KINDS = {
     dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a whole number",
@@ -30,19 +30,21 @@ _KINDS = {
 
 
 def read_json_file(path: str | os.PathLike[str], shape: Shape = dict) -> Any:
-    """Return the content of a JSON file that has a shape, or raise one error that names the key."""
+    """Return the content of a JSON file; raise CheckpointError if it does not have this shape."""
     try:
         return parse_json(read_limited(Path(path)), shape)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist.") from None
+        raise CheckpointError(f"{path} does not exist. Check the path.") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror or error}). Check its permissions."
+        ) from None
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged ({error}).") from None
+        raise CheckpointError(f"{path} is damaged ({error}). Write it again.") from None
 
 
 def read_limited(path: Path, largest: int = LARGEST) -> bytes:
-    """Return the bytes of a regular file that is not too large; devices and pipes would not end."""
+    """Return the bytes of a regular file up to a size, since devices and pipes may not end."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(handle)
@@ -54,7 +56,7 @@ def read_limited(path: Path, largest: int = LARGEST) -> bytes:
 
 
 def parse_json(text: str | bytes, shape: Shape | None = None) -> Any:
-    """Return what JSON holds; whatever is wrong with it is a ValueError, its depth included."""
+    """Return the content of JSON text; raise ValueError for any fault, including its depth."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -66,7 +68,7 @@ def parse_json(text: str | bytes, shape: Shape | None = None) -> Any:
 
 
 def require_depth(value: Any) -> None:
-    """Refuse lists and mappings that are nested too deeply, or that contain themselves."""
+    """Raise ValueError for lists and mappings that are nested too deeply or contain themselves."""
     level = [value]
     for _ in range(DEEPEST):
         level = list({id(part): part for outer in level for part in _parts(outer)}.values())
@@ -81,7 +83,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def require_shape(value: Any, shape: Shape, place: str = "") -> None:
-    """Refuse a value of another shape and name the key; the depth of a value is checked before."""
+    """Raise ValueError, with the key, for a value of another shape; its depth must be checked."""
     if isinstance(shape, tuple):
         if value is None:
             return
@@ -90,9 +92,9 @@ def require_shape(value: Any, shape: Shape, place: str = "") -> None:
     kinds = {*get_args(kind)} or {kind}
     fits = type(value) in kinds or (type(value) is int and float in kinds)
     if not fits:
-        wanted = " or ".join(_KINDS[kind] for kind in _KINDS if kind in kinds)
-        found = _KINDS.get(type(value), type(value).__name__)
-        raise ValueError(f"{place or 'the content'} is {found} where {wanted} belongs")
+        expected = " or ".join(_KINDS[kind] for kind in _KINDS if kind in kinds)
+        actual = _KINDS.get(type(value), type(value).__name__)
+        raise ValueError(f"{place or 'the content'} is {actual} instead of {expected}")
     if isinstance(shape, list):
         for number, part in enumerate(value):
             require_shape(part, shape[0], f"{place}[{number}]")

@@ -1,4 +1,4 @@
-"""Tensor files of sharded models: no process ever holds more than one whole tensor."""
+"""Tensor files of sharded models, read and written with at most one whole tensor per process."""
 
 from __future__ import annotations
 
@@ -24,33 +24,38 @@ def write_by_the_first(
     path: Path,
     group: Group,
 ) -> None:
-    """Let the first process of a group write tensors; the others give their parts in turn.
+    """Write tensors from the first process of a group; the others send their parts in turn.
 
-    `write` asks for each tensor once, in this order.
+    `write` reads each tensor once, in this order.
     """
     first = group.rank() == 0
-    order, trouble = broadcast_object(0, (order, _trouble(path, tensors) if first else ""), group)
-    if trouble:
-        raise CheckpointError(trouble)
+    order, fault = broadcast_object(0, (order, _write_fault(path, tensors) if first else ""), group)
+    if fault:
+        raise CheckpointError(fault)
     if first:
         write()
     else:
         for key in order:
             if tensors[key].numel():
                 gathered(tensors[key])
-    broadcast_object(0, None, group)  # nobody goes on before the file is there
+    broadcast_object(0, None, group)  # all processes wait for the file
 
 
-def _trouble(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Return why a file cannot be written, '' if nothing speaks against it.
+def _write_fault(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Return why a file cannot be written, '' if it probably can.
 
-    Once tensors are on their way, an error of one process is a wait for the others.
+    It is checked first, since after an error in one process the others would wait for tensors.
     """
     folder, needed = path.absolute().parent, sum(value.nbytes for value in tensors.values())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        return f"{path} cannot be written: {folder} is no directory that can be written to."
+        return (
+            f"{path} cannot be written: {folder} is not a writable directory. Choose another one."
+        )
     if (free := shutil.disk_usage(folder).free) < needed:
-        return f"{path} needs {needed / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free there."
+        return (
+            f"{path} needs {needed / 1e6:.0f} MB, but the disk has {free / 1e6:.0f} MB free. Make "
+            "room or choose another disk."
+        )
     return ""
 
 
@@ -64,8 +69,8 @@ def fill_shards(
 ) -> None:
     """Fill a sharded model, in place, with tensors of a file; each process reads a part of each.
 
-    `shapes` are those of all tensors at these ranks. `read` returns a tensor, or a range of it
-    along the dimension by which the file stores it: the ranks of factors, else the first one.
+    `shapes` has the shapes of all tensors at these ranks. `read` returns a tensor, or a range of it
+    along its first dimension in the file: the ranks of factors, else the first dimension.
     """
     adopt_shards(model)
     reshard(model)
@@ -77,30 +82,30 @@ def fill_shards(
     sharded = {key: t if is_sharded(t) else None for key, t in held.items() if key in shapes}
     cuts = {key: t if t is None else Cut.from_tensor(t) for key, t in sharded.items()}  # type: ignore[arg-type]
     rows = {key: _row_dim(key, layers) for key in cuts}
-    ours = {
+    local_rows = {
         key: None if cut is None else cut.positions(shapes[key][rows[key]])
         for key, cut in cuts.items()
     }
-    parts = _read_by_all(lambda: {key: read(key, ours[key]) for key in cuts}, path, model)
+    parts = _read_by_all(lambda: {key: read(key, local_rows[key]) for key in cuts}, path, model)
     for key, cut in cuts.items():
-        like, part = held[key], parts.pop(key)
-        part = part.to(local_part(like).device, like.dtype)
+        target, part = held[key], parts.pop(key)
+        part = part.to(local_part(target).device, target.dtype)
         if cut is not None and cut.dim != rows[key]:
             part = exchanged(part, rows[key], shapes[key][rows[key]], cut)
         name, _, last = key.rpartition(".")
         if key in _factors(name) and name in layers and layers[name].sharded:
             put_shard(layers[name], last, part.contiguous(), ranks[name])
         else:
-            local_part(like.detach()).copy_(part)
+            local_part(target.detach()).copy_(part)
 
 
 def _factors(layer: str) -> tuple[str, str]:
-    """Return what the factors of a layer are called."""
+    """Return the names of the factors of a layer."""
     return f"{layer}.u".lstrip("."), f"{layer}.v".lstrip(".")
 
 
 def _row_dim(key: str, layers: Mapping[str, object]) -> int:
-    """Return along which dimension the file stores a tensor: both factors by their ranks."""
+    """Return the dimension of a tensor that comes first in the file: of factors, the ranks."""
     name = key.rpartition(".")[0]
     return int(name in layers and key == _factors(name)[0])
 
@@ -112,22 +117,23 @@ def _require_same_shapes(
     shapes: Mapping[str, Sequence[int]],
     path: Path,
 ) -> None:
-    here = {key: [*value.shape] for key, value in model.state_dict().items()}
+    expected = {key: [*value.shape] for key, value in model.state_dict().items()}
     for name in layers:
         for key, dim in zip(_factors(name), (1, 0), strict=True):
-            here[key][dim] = ranks.get(name, -1)
-    there = {key: [*shape] for key, shape in shapes.items()}
-    if other := sorted(key for key in here | there if here.get(key) != there.get(key)):
+            expected[key][dim] = ranks.get(name, -1)
+    stored = {key: [*shape] for key, shape in shapes.items()}
+    keys = expected | stored
+    if other := sorted(key for key in keys if expected.get(key) != stored.get(key)):
         raise CheckpointError(
-            f"{path} is of another model: {listed(other)} are missing or have other shapes. A "
-            "sharded model has to be decomposed as the saved one was, before fully_shard."
+            f"{path} is of another model: {listed(other)} are missing or have other shapes. "
+            "Decompose the model like the saved one, then call fully_shard."
         )
 
 
 def _read_by_all(
     read: Callable[[], dict[str, Tensor]], path: Path, model: nn.Module
 ) -> dict[str, Tensor]:
-    """Read, and fail in every process if one could not: the others would wait for its parts."""
+    """Read parts; raise an error in every process if one of them cannot read."""
     parts, problem = dict[str, Tensor](), None
     try:
         parts = read()

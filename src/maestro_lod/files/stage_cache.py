@@ -1,9 +1,9 @@
 """Stage cache: the finished stages of one long call, in a directory, so that it can be resumed.
 
-Every function that takes `resume=` keeps its work in such a directory. A directory belongs to one
-call: it records digests of the weights and the data and all settings, and a call that differs in
-any of them is refused. A stage is a file of tensors and plain values, written as a whole or not at
-all. A search keeps its answers line by line instead, since it has thousands of them.
+Every function with `resume=` uses such a directory. A directory belongs to one call: it records
+digests of the weights and the data and all settings, and a call with another value is refused. A
+stage is a file of tensors and plain values, written atomically. A search appends its answers line
+by line instead, since it has thousands of them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _DIGEST_LENGTH = 16
 
 
 class StageCache:
-    """The finished stages of one call, by name; without a directory nothing is kept.
+    """The finished stages of one call, by name; without a directory nothing is stored.
 
     Args:
-        directory: Where the stages are kept: a new or empty directory, or that of the same call.
-        call: All that determines the result of the call, by name. Text, numbers and None are
+        directory: The directory of the stages: new, empty, or that of the same call.
+        call: The values that determine the result of the call, by name. Text, numbers and None are
             compared by value, models, tensors, functions and other objects by their digest.
 
     Raises:
-        OptionError: The directory holds unfinished work of another call, or something else.
+        OptionError: If the directory holds unfinished work of another call, or other files.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class StageCache:
             _require_same_call(_read_call(self._directory / _CALL), self._call, self._directory)
         elif self._directory.exists() and not _is_empty_directory(self._directory):
             raise OptionError(
-                f"{self._directory} is not a directory of unfinished work. Give a new directory."
+                f"{self._directory} holds other files than unfinished work. Choose a new directory."
             )
 
     def get_or_compute(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return a finished stage, or compute and keep it: nested tensors and plain values."""
+        """Return a finished stage (nested tensors and plain values), or compute and store it."""
         file = self._file(name)
         if file is not None and file.exists():
             return load_state(file)
@@ -64,26 +64,26 @@ class StageCache:
         return value
 
     def load(self, name: str) -> Any:
-        """Return what `save` kept under a name; None if there is nothing."""
+        """Return the value that `save` stored under a name; None if there is none."""
         file = self._file(name)
         return load_state(file) if file is not None and file.exists() else None
 
     def save(self, name: str, value: Any) -> None:
-        """Keep nested tensors and plain values under a name, in place of earlier ones."""
+        """Store nested tensors and plain values under a name; replace earlier ones."""
         file = self._file(name)
         if file is not None:
             self._record_call()
             save_state(value, file)
 
     def remove(self, name: str) -> None:
-        """Remove what is kept under a name."""
+        """Remove the value under a name."""
         file = self._file(name)
         if file is not None:
             file.unlink(missing_ok=True)
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept."""
+        """Whether values are stored."""
         return self._directory is not None
 
     @contextmanager
@@ -97,7 +97,7 @@ class StageCache:
             answers.close()
 
     def _record_call(self) -> None:
-        """Write what call the directory belongs to, before the first work is kept in it."""
+        """Write the call to the directory, before the first value is stored in it."""
         if self._directory is None or self._is_recorded:
             return
         file = self._directory / _CALL
@@ -116,8 +116,8 @@ class StageCache:
 class Answers:
     """Answers of a search to its own questions, line by line in a file.
 
-    A search is a fixed procedure: from the same answers it asks the same questions. A search that
-    starts again gets the answers that it had, and computes from there on.
+    A search is a fixed procedure: with the same answers it asks the same questions. A resumed
+    search gets its earlier answers, and computes the following ones.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -131,24 +131,26 @@ class Answers:
             whole, ended, rest = raw.rpartition(b"\n")
             self._known = _read_lines(whole, path) if ended else []
             self._file = open_to_append(path)
-            if rest:  # of a last line that was not finished
+            if rest:  # an unfinished last line
                 self._file.truncate(len(raw) - len(rest))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be used to resume ({error}).") from error
+            raise CheckpointError(
+                f"{path} cannot be used to resume ({error}). Remove its directory, or use another."
+            ) from error
 
     def answer(self, question: Mapping[str, Any], compute: Callable[[], float]) -> float:
-        """Return the known answer to a question, or compute it and write it down."""
+        """Return the stored answer to a question, or compute and store it."""
         if self._used < len(self._known):
             line = self._known[self._used]
-            known = line.get("answer", "missing")
-            right_kind = known is None or type(known) is float
+            stored = line.get("answer", "missing")
+            right_kind = stored is None or type(stored) is float
             if line.get("question") != question or not right_kind:
                 raise CheckpointError(
                     f"line {self._used + 1} of {self._path} does not answer {dict(question)}: it "
-                    "is damaged or of another search. Remove its directory, or give another one."
+                    "is damaged or of another search. Remove its directory, or choose another one."
                 )
             self._used += 1
-            return math.inf if known is None else known
+            return math.inf if stored is None else stored
         value = float(compute())
         if self._file is not None:
             line = {"question": question, "answer": value if math.isfinite(value) else None}
@@ -163,12 +165,12 @@ class Answers:
 
 
 def _is_empty_directory(directory: Path) -> bool:
-    """Return whether a directory holds nothing but what a killed write may have left."""
+    """Return whether a directory is empty, apart from leftovers of killed writes."""
     return directory.is_dir() and all(file.name.startswith(".") for file in directory.iterdir())
 
 
 def _described(value: Any) -> Any:
-    """Return a plain value itself, and the beginning of the digest of any other."""
+    """Return a plain value unchanged, or the first digits of the digest of another value."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return digest_of(value)[:_DIGEST_LENGTH]
@@ -186,8 +188,9 @@ def _require_same_call(kept: Mapping[str, Any], call: Mapping[str, Any], directo
     for key in {**kept, **call}:
         if kept.get(key) != call.get(key):
             raise OptionError(
-                f"{directory} holds unfinished work of another call: {key} is {kept.get(key)} "
-                f"there and {call.get(key)} here. Repeat that call, or remove the directory."
+                f"{directory} holds unfinished work of another call: {key} is "
+                f"{kept.get(key)!r}, not {call.get(key)!r}. Repeat that call, or remove the "
+                "directory."
             )
 
 
@@ -198,6 +201,6 @@ def _read_lines(whole: bytes, path: Path) -> list[dict[str, Any]]:
             lines.append(parse_json(text, dict))
         except ValueError:
             raise CheckpointError(
-                f"line {number} of {path} is damaged. Remove its directory, or give another one."
+                f"line {number} of {path} is damaged. Remove its directory, or choose another one."
             ) from None
     return lines

@@ -1,9 +1,9 @@
-"""Safetensors files: written atomically, read as far as needed, and verified.
+"""Safetensors files: atomic writes, partial reads, verification.
 
-The format is that of every safetensors file, and any reader of it reads these. Two texts in the
-header are ours: `crc32`, of the blocks of all tensors in the order of the file (see `digests`), and
-in front of everything `digest`, of the rest of the header. So the header proves itself, and
-each block is proven by the header. The same tensors and texts give the same bytes.
+Any safetensors reader can read them. Two texts in the header are additions: `crc32` has the digests
+of the blocks of all tensors in the order of the file (see `digests`), and `digest`, which is first,
+that of the rest of the header. So `digest` verifies the header, and the header each block. The same
+tensors and texts give the same bytes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _DTYPE = {
     "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
-"""What safetensors calls torch's dtypes."""
+"""torch's dtypes by their names in safetensors."""
 _NAME = {dtype: name for name, dtype in _DTYPE.items()}
 
 _BEFORE_DIGEST = b'{"__metadata__":{"digest":"'
 
 
 def distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a state dict, each memory once, and the other names of shared ones."""
+    """Return the tensors of a state dict, shared ones once, and the other names of these."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
@@ -66,16 +66,20 @@ def distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str
 
 def _require_storable(key: str, value: Tensor) -> None:
     if value.is_meta:
-        raise CheckpointError(f"{key} is on the meta device: there is nothing to save.")
+        raise CheckpointError(
+            f"{key} is on the meta device and has no values. Load or initialize the model first."
+        )
     if value.dtype not in _NAME:
-        raise CheckpointError(f"{key} is of {value.dtype}, which the file cannot hold.")
+        raise CheckpointError(
+            f"{key} is of {value.dtype}, which safetensors cannot hold. Convert it first."
+        )
 
 
 # -- writing -----------------------------------------------------------------------------------
 
 
 def write_tensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], path: Path) -> None:
-    """Write tensors and texts to a file, atomically; what is the same gives the same bytes."""
+    """Write tensors and texts to a file, atomically; equal content gives equal bytes."""
     for key, value in tensors.items():
         _require_storable(key, value)
     with replacing(path) as place, writing(path):
@@ -83,7 +87,7 @@ def write_tensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], path:
 
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Fill a file: room for the header, then the tensors, whose digests complete the header."""
+    """Write a file: the tensors first, behind room for the header, which gets their digests."""
     order = in_written_order(tensors)
     entries: dict[str, dict[str, Any]] = {}
     count = end = 0
@@ -108,9 +112,9 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str
 
 
 def in_written_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in the order in which tensors are written.
+    """Return the names in the order of the file.
 
-    Wide numbers come first, as other writers do: all of them lie at multiples of their size.
+    Wide dtypes come first, as in other writers, so that all tensors are aligned.
     """
     return sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
 
@@ -122,13 +126,13 @@ def _write(value: Tensor, file: BinaryIO) -> str:
     packed = gathered(value).detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = memoryview((ctypes.c_char * packed.nbytes).from_address(packed.data_ptr())).cast("B")
     file.write(data)
-    return CRC32.of_blocks(data, block_ends(packed.shape, packed.nbytes))
+    return CRC32.compute_blocks(data, block_ends(packed.shape, packed.nbytes))
 
 
 def _proven(length: bytes, header: bytes) -> bytes:
-    """Return the start of a file with the digest of its header in place."""
+    """Return the start of a file, with the digest of its header."""
     rest = header[len(_BEFORE_DIGEST) + SHA256.length :]
-    return length + _BEFORE_DIGEST + SHA256.of(length + rest).encode() + rest
+    return length + _BEFORE_DIGEST + SHA256.compute(length + rest).encode() + rest
 
 
 # -- reading -----------------------------------------------------------------------------------
@@ -136,23 +140,25 @@ def _proven(length: bytes, header: bytes) -> bytes:
 
 @contextmanager
 def opened_file(path: Path, *, verify: bool = True) -> Iterator[TensorFile]:
-    """Open a file for reading; whatever is wrong with it is told in one line."""
+    """Open a file for reading; raise CheckpointError for any fault of it inside the block."""
     try:
         with open_regular(path) as file:
-            yield TensorFile.of(file, path, verify)
+            yield TensorFile.open(file, path, verify)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist.") from None
+        raise CheckpointError(f"{path} does not exist. Check the path.") from None
     except OSError as error:
-        raise CheckpointError(f"{path} is damaged or no safetensors file ({error}).") from error
+        raise CheckpointError(
+            f"{path} is damaged or not a safetensors file ({error}). Use another copy."
+        ) from error
 
 
 class _Damage(OSError):
-    """Bytes that no writer of safetensors files has written so."""
+    """Content that is not a valid safetensors file, or differs from its digests."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the header says about one tensor."""
+    """The header's entry of one tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -160,15 +166,17 @@ class _Entry:
     end: int
 
     @classmethod
-    def of(cls, key: str, told: Any, path: Path) -> _Entry:
-        """Read an entry; its shape has to give the bytes that it takes."""
-        if told["dtype"] not in _DTYPE:
-            raise CheckpointError(f"{key} in {path} is of an unknown type, {told['dtype']}.")
-        dtype, shape = _DTYPE[told["dtype"]], tuple(told["shape"])
-        begin, end = told["data_offsets"]
+    def parse(cls, key: str, entry: Any, path: Path) -> _Entry:
+        """Parse an entry; raise ValueError if its shape does not fit its size."""
+        if entry["dtype"] not in _DTYPE:
+            raise CheckpointError(
+                f"{key} in {path} is of an unknown type: {entry['dtype']}. Convert it to another."
+            )
+        dtype, shape = _DTYPE[entry["dtype"]], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
         whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
         if not whole or end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{key} has another size than its shape")
+            raise ValueError(f"the size of {key} does not fit its shape")
         return cls(dtype, shape, begin, end)
 
     @property
@@ -178,21 +186,21 @@ class _Entry:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file that is open: its texts, and its tensors as they are asked for."""
+    """An open safetensors file: its texts, and its tensors on demand."""
 
     metadata: dict[str, str]
-    """All texts but the digests."""
+    """All texts except the digests."""
     proven: bool
-    """Whether the file holds digests; those of before they were invented do not."""
+    """Whether the file has digests; files of early versions have none."""
     _entries: dict[str, _Entry]
     _proofs: tuple[Digest, str] | None
-    """The digests to compare with what is read, and how they were made."""
+    """The kind and the texts of the digests to compare with."""
     _file: BinaryIO
     _start: int
 
     @classmethod
-    def of(cls, file: BinaryIO, path: Path, verify: bool) -> TensorFile:
-        """Read the header of a file; by plain reads, since a memory map brings in whole pages."""
+    def open(cls, file: BinaryIO, path: Path, verify: bool) -> TensorFile:
+        """Read the header of a file, with plain reads, since a memory map loads whole pages."""
         try:
             size = os.fstat(file.fileno()).st_size
             packed = _read(file, 8)
@@ -203,18 +211,18 @@ class TensorFile:
             header: dict[str, Any] = json.loads(raw, object_pairs_hook=_without_repetition)
             metadata = header.pop("__metadata__", {})
             if not all(isinstance(text, str) for text in metadata.values()):
-                raise ValueError("its texts are none")
+                raise ValueError("the metadata has values that are not text")
             kinds = [kind for kind in (CRC32, SHA256) if kind.name in metadata]
-            known = [(kind, metadata.pop(kind.name)) for kind in kinds]
-            proven = metadata.pop("digest", None) is not None or bool(known)
-            as_written = len(known) == 1 and _proven(bytes(packed), raw) == packed + raw
+            digests = [(kind, metadata.pop(kind.name)) for kind in kinds]
+            proven = metadata.pop("digest", None) is not None or bool(digests)
+            as_written = len(digests) == 1 and _proven(bytes(packed), raw) == packed + raw
             if verify and proven and not as_written:
-                raise ValueError("its header is not what was written")
-            entries = {key: _Entry.of(key, told, path) for key, told in header.items()}
+                raise ValueError("the header differs from its digest")
+            entries = {key: _Entry.parse(key, entry, path) for key, entry in header.items()}
             _require_gapless(entries, size - 8 - length)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _Damage(str(error) or repr(error)) from error
-        proofs = known[0] if verify and known else None
+        proofs = digests[0] if verify and digests else None
         return cls(metadata, proven, entries, proofs, file, 8 + length)
 
     @property
@@ -222,7 +230,7 @@ class TensorFile:
         return {key: entry.shape for key, entry in self._entries.items()}
 
     def read(self, key: str, rows: int | range | None = None) -> Tensor:
-        """Read a tensor, its first rows or a range of them; refuse bytes that were not written."""
+        """Read a tensor, its first rows or a range of rows, and verify them."""
         entry = self._entries[key]
         shape = entry.shape
         if rows is not None:
@@ -241,7 +249,7 @@ class TensorFile:
         return torch.frombuffer(raw, dtype=entry.dtype, count=count, offset=ahead).view(shape)
 
     def _read_proven(self, key: str, begin: int, end: int) -> tuple[bytearray, int]:
-        """Read and compare the blocks that hold some bytes; say where in them these begin."""
+        """Read and verify the blocks with these bytes; return them and the offset of the bytes."""
         assert self._proofs is not None
         kind, proofs = self._proofs
         blocks = [*zip([0, *self._entries[key].ends], self._entries[key].ends, strict=False)]
@@ -249,33 +257,33 @@ class TensorFile:
         start = blocks[first][0]
         needed = [stop - start for before, stop in blocks[first:] if before < end]
         raw = bytearray(needed[-1])
-        whole, found = memoryview(raw), ""
+        whole, digests = memoryview(raw), ""
         self._file.seek(self._start + self._entries[key].begin + start)
-        for at, ends in in_pieces(needed):  # digested while they are in the processor's cache
+        for at, ends in in_pieces(needed):  # small enough for the processor's cache
             piece = whole[at : at + ends[-1]]
             _fill(piece, self._file)
-            found += kind.of_blocks(piece, ends)
+            digests += kind.compute_blocks(piece, ends)
         at = (self._first_proof[key] + first) * kind.length
-        if found != proofs[at : at + len(found)]:
-            raise _Damage(f"the bytes of {key} are not those that were written")
+        if digests != proofs[at : at + len(digests)]:
+            raise _Damage(f"the bytes of {key} differ from their digests")
         return raw, begin - start
 
     @cached_property
     def _first_proof(self) -> dict[str, int]:
-        """The number of the first digest of each tensor; they follow the order of the data."""
+        """The index of the first digest of each tensor, in the order of the data."""
         order = sorted(self._entries, key=lambda key: self._entries[key].begin)
         counts = (len(self._entries[key].ends) for key in order)
         return dict(zip(order, itertools.accumulate(counts, initial=0), strict=False))
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) != len(pairs):
-        raise ValueError("a name stands twice in the header")
-    return found
+    if len(header := dict(pairs)) != len(pairs):
+        raise ValueError("a name occurs twice in the header")
+    return header
 
 
 def _require_gapless(entries: Mapping[str, _Entry], size: int) -> None:
-    """Refuse tensors that overlap or leave bytes of the file unused."""
+    """Raise ValueError for tensors that overlap or leave bytes of the file unused."""
     spans = sorted((entry.begin, entry.end) for entry in entries.values())
     ends = [0, *(end for _, end in spans)]
     if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != size:
@@ -288,10 +296,10 @@ def _read(file: BinaryIO, size: int) -> bytearray:
     return raw
 
 
-def _fill(left: memoryview, file: Any) -> None:
+def _fill(buffer: memoryview, file: Any) -> None:
     """Read until the buffer is full, which takes several reads beyond 2 GiB."""
-    while left:
-        count = file.readinto(left)
+    while buffer:
+        count = file.readinto(buffer)
         if not count:
             raise _Damage("the file ends too early")
-        left = left[count:]
+        buffer = buffer[count:]

@@ -1,4 +1,4 @@
-"""Low-rank layers: what `decompose` puts in place of dense ones, and how to add kinds of them."""
+"""Low-rank layers, which replace dense ones in `decompose`, and the registry for further kinds."""
 
 from torch import nn
 

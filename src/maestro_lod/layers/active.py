@@ -1,4 +1,4 @@
-"""The ranks that layers run at in the running context: a thread, or a task of asyncio."""
+"""Active ranks of layers, by running context: a thread or an asyncio task."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Block: TypeAlias = "Mapping[Any, int]"
 """The ranks of one `with` block, by layer."""
 
 _BLOCKS: ContextVar[tuple[Block, ...]] = ContextVar("maestro_lod.active_ranks", default=())
-_KEY = "maestro_lod.active_ranks"  # of the same in torch's own state of a thread
+_KEY = "maestro_lod.active_ranks"  # the key of the blocks in torch's thread-local state
 
 
 def active_blocks() -> tuple[Block, ...]:
-    """Return the blocks that the running context is inside of, the innermost last.
+    """Return the blocks around the running code, innermost last.
 
-    The backward of accelerators, and deep recursion in it, runs in threads of torch, which have
-    torch's state of the thread that called it: checkpointed layers run again in the same blocks.
+    On accelerators, and in deep recursion, backward runs in threads of torch. They inherit torch's
+    thread-local state, so checkpointed layers run again in the blocks of the calling thread.
     """
     blocks = _BLOCKS.get()
     if blocks or torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_KEY):
         return blocks
-    caller, of_caller = torch._C._get_obj_in_tls(_KEY)
-    return blocks if caller == threading.get_ident() else of_caller
+    caller, inherited = torch._C._get_obj_in_tls(_KEY)
+    return blocks if caller == threading.get_ident() else inherited
 
 
 @contextmanager
-def block_of(ranks: Block) -> Iterator[None]:
-    """Let layers run at these ranks inside the `with` block, in the running context alone."""
+def activate_block(ranks: Block) -> Iterator[None]:
+    """Run layers at these ranks inside the `with` block, in the running context only."""
     _set((*_BLOCKS.get(), ranks))
     try:
         yield

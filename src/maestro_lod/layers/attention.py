@@ -1,8 +1,8 @@
-"""Multi-head attention over four projections that are modules of their own.
+"""Multi-head attention over four projections that are separate modules.
 
-`nn.MultiheadAttention` reads the weights of its projections instead of calling them, so they cannot
-be anything but dense. This one calls them; it takes the same arguments and gives the same results.
-The file imports torch alone, so that an extracted model needs no more than this class.
+`nn.MultiheadAttention` reads the weights of its projections instead of calling them, so they must
+be dense. `Attention` calls them; it takes the same arguments and returns the same results. The file
+imports only torch, so that an extracted model needs this class alone.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Attention(nn.Module):
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
     user_attributes: tuple[str, ...] = ()
-    """The names of what a user had put on torch's layer."""
+    """The names of attributes that a user added to torch's layer."""
     applies_parts = False
     read_by_dense = ("out_proj",)
     """The parts whose weights torch's layer reads instead of calling them."""
 
-    # What torch's transformer layers read to decide on their fast path, which needs dense weights.
+    # torch's transformer layers decide by these on their fast path, which needs dense weights.
     in_proj_weight = None
     in_proj_bias = None
     _qkv_same_embed_dim = False
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         return ""
 
     def __init__(self, dense: nn.MultiheadAttention) -> None:
-        """Take the options of `dense`, and views of its weights in `nn.Linear` projections."""
+        """Copy the options of `dense`, and view its weights in `nn.Linear` projections."""
         super().__init__()
         self.embed_dim, self.num_heads, self.head_dim = (
             dense.embed_dim, dense.num_heads, dense.head_dim,
@@ -115,7 +115,9 @@ class Attention(nn.Module):
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
         if is_causal and attn_mask is None:
-            raise RuntimeError("is_causal is a hint about attn_mask, which must be given too.")
+            raise RuntimeError(
+                "is_causal=True is a hint about attn_mask, which is missing. Give attn_mask too."
+            )
         if not batched and key_padding_mask is not None:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         query, key, value = self._batch_first(batched, query, key, value)
@@ -145,9 +147,9 @@ class Attention(nn.Module):
             inputs = tuple(x.unsqueeze(0) for x in inputs)
         elif not self.batch_first:
             inputs = tuple(x.transpose(0, 1) for x in inputs)
-        of_key, of_value = (tuple(x.shape[:2]) for x in inputs[1:])
-        if of_key != of_value:
-            raise AssertionError(f"key has batch and length {of_key}, value {of_value}")
+        key, value = (tuple(x.shape[:2]) for x in inputs[1:])
+        if key != value:
+            raise AssertionError(f"key has batch and length {key}, value {value}.")
         return inputs
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -164,7 +166,7 @@ class Attention(nn.Module):
     def _merged_mask(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, padding: Tensor | None
     ) -> Tensor | None:
-        """Merge both masks to one that is added to the scores (N or 1, heads or 1, L or 1, S)."""
+        """Merge both masks into one to add to the scores: (N or 1, heads or 1, L or 1, S)."""
         n, length, source = query.shape[0], query.shape[1], key.shape[1]
         merged: Tensor | None = None
         if attn_mask is not None:
@@ -196,16 +198,16 @@ def _additive(mask: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if mask.is_floating_point():
         return mask.to(dtype)
     if mask.dtype != torch.bool:
-        raise AssertionError(f"only bool and floating types of {name} are supported")
+        raise AssertionError(f"{name} is of {mask.dtype}. Give a bool or floating-point mask.")
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
 def _linear(
-    weight: Tensor, bias: Tensor | None, weight_of: Tensor, bias_of: Tensor | None
+    weight: Tensor, bias: Tensor | None, whole_weight: Tensor, whole_bias: Tensor | None
 ) -> nn.Linear:
-    """Return a linear layer on views of these tensors; what they are part of says if they train."""
+    """Return a linear layer on views of these tensors, trainable as the whole tensors are."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), weight_of.requires_grad)
-    if bias is not None and bias_of is not None:
-        linear.bias = nn.Parameter(bias.detach(), bias_of.requires_grad)
+    linear.weight = nn.Parameter(weight.detach(), whole_weight.requires_grad)
+    if bias is not None and whole_bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), whole_bias.requires_grad)
     return linear

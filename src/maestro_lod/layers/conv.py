@@ -1,9 +1,9 @@
 """Low-rank convolutions in one, two and three dimensions.
 
 A convolution becomes a k×k convolution to `rank` channels, which carries stride, padding and
-dilation, and a 1×1 convolution. Both factors thus run at the same positions, and "dense or
-factored" has one answer for parameters and MACs alike. With groups, every group has its own factors
-and all share one rank.
+dilation, and a 1×1 convolution. Both factors thus run at the same positions, and the
+cheaper form is the same by parameters and by MACs. With groups, every group has its own factors and
+all share one rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TYPE: dict[int, type[_ConvNd]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
-_SCALARS_AT_ONCE = 2**24  # of patches that are laid out together
+_SCALARS_AT_ONCE = 2**24  # the largest number of scalars of patches in memory
 
 # Torch's kernels for groups on a CPU want 8, or a multiple of 16, channels in each. For any other
 # number they are up to three times slower, so that ranks of zeros pay; and moving a value costs
@@ -51,7 +51,7 @@ def _taps(weight: Tensor) -> Tensor:
 
 
 class AnyConv(LowRank):
-    """What plain and transposed convolutions share: the options of torch's own layers."""
+    """Base of plain and transposed convolutions: the options of torch's layers."""
 
     options = (
         "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups",
@@ -61,13 +61,13 @@ class AnyConv(LowRank):
     def _take_options(self, dense: _ConvNd) -> Self:
         self.in_channels, self.out_channels = dense.in_channels, dense.out_channels
         self.kernel_size, self.padding_mode = dense.kernel_size, dense.padding_mode
-        # a user may have set them since, to a number too
+        # a user may have set them to a number afterwards
         self.stride, self.dilation = self._each(dense.stride), self._each(dense.dilation)
         self.padding, self.output_padding = self._each(dense.padding), dense.output_padding
         return self
 
     def _each(self, option: Any) -> Any:
-        """Give an option that is one number for all dimensions a number for each."""
+        """Expand an option that is one number to one number per dimension."""
         return (option,) * self.dimensions if isinstance(option, int) else option
 
     @property
@@ -86,7 +86,7 @@ class AnyConv(LowRank):
         }
 
     def _pointwise(self, weight: Tensor) -> Tensor:
-        """Give (out, in) the layout of a 1×1 convolution's weight."""
+        """Reshape (out, in) to the weight of a 1×1 convolution."""
         return weight.view(*weight.shape, *[1] * self.dimensions)
 
     def padded_rank(self, rank: int) -> int:
@@ -104,7 +104,7 @@ class AnyConv(LowRank):
         return INTERMEDIATE_COST if self.groups == 1 else _MOVING_ONE_VALUE_OF_A_GROUP
 
     def _padded(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill factors up with ranks of zeros to the number that is computed."""
+        """Pad factors with ranks of zeros to the rank that the kernel computes with."""
         missing = self.padded_rank(v.shape[0]) - v.shape[0]
         if missing == 0:
             return u, v
@@ -112,7 +112,7 @@ class AnyConv(LowRank):
         return F.pad(u, [*behind_u, 0, missing]), F.pad(v, [*behind_v, 0, missing])
 
     def _first(self, v: Tensor) -> Tensor:
-        """Give (r, in, *k) the layout of a convolution's weight: (groups · r, in/groups, *k)."""
+        """Reshape (r, in, *k) to a convolution's weight (groups · r, in/groups, *k)."""
         if self.groups == 1:
             return v
         grouped = v.view(v.shape[0], self.groups, -1, *v.shape[2:])
@@ -132,21 +132,21 @@ class AnyConv(LowRank):
         return x if x.ndim == self.dimensions + 2 else x[None]
 
     def _by_group(self, x: Tensor) -> Rows:
-        """Turn (N, channels, *positions, *kernel) into rows for each group of channels."""
+        """Reshape (N, channels, *positions, *kernel) to rows for each group of channels."""
         grouped = x.reshape(len(x), self.groups, -1, *x.shape[2:])
         grouped = grouped.movedim(1, 0).movedim(2, 2 + self.dimensions)  # channels behind positions
         return tuple(grouped.flatten(1, 1 + self.dimensions).flatten(2).unbind())
 
     def extra_repr(self) -> str:
-        shown = (
+        text = (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
             f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, "
         )
         if any(self.output_padding):
-            shown += f"output_padding={self.output_padding}, "
+            text += f"output_padding={self.output_padding}, "
         if self.padding_mode != "zeros":
-            shown += f"padding_mode={self.padding_mode}, "
-        return f"{shown}groups={self.groups}, {self._repr_rank()}"
+            text += f"padding_mode={self.padding_mode}, "
+        return f"{text}groups={self.groups}, {self._repr_rank()}"
 
 
 @register(nn.Conv1d)
@@ -167,12 +167,12 @@ class LowRankConv(AnyConv):
         layer = cls.allocate(dense, rank, (dense.out_channels,), into, dense.groups)
         layer._take_options(dense)
         if layer.padding_mode != "zeros" and not isinstance(layer.padding, str):
-            # torch goes by what it was constructed with, last dimension first
+            # torch uses the padding of its construction, last dimension first
             layer.padding = tuple(dense._reversed_padding_repeated_twice[::-2])
         return layer
 
     def _paddings(self) -> list[tuple[int, int]]:
-        """Return how many values are padded before and behind each dimension."""
+        """Return the padding before and behind each dimension."""
         if self.padding == "valid":
             return [(0, 0)] * self.dimensions
         if self.padding == "same":
@@ -208,7 +208,7 @@ class LowRankConv(AnyConv):
         tap = self._only_tap(inputs[0])
         if tap is None or self.identity_factor is not None:
             return super().computed(*inputs)
-        # one value per channel meets one value per kernel: linear layers, which are faster
+        # with one value per channel and kernel these are linear layers, which are faster
         x = inputs[0].flatten(1)
         self.note_positions(len(x))
         u, v = self._active_factors()
@@ -216,7 +216,7 @@ class LowRankConv(AnyConv):
         return y.view(*y.shape, *[1] * self.dimensions)
 
     def _only_tap(self, x: Tensor) -> int | None:
-        """Return which value of the kernel is all that images of one pixel ever meet, if so."""
+        """Return the one kernel value that applies to images of one pixel, None if several do."""
         if x.shape[-1] != 1 or x.ndim != self.dimensions + 2 or set(x.shape[2:]) != {1}:
             return None
         if self.groups > 1 or self.padding_mode != "zeros":
@@ -251,7 +251,7 @@ class LowRankConv(AnyConv):
     def _compose(self, u: Tensor, v: Tensor) -> Tensor:
         if self.groups > 1:
             return super()._compose(u, v)
-        if _has_channels_last(v):  # multiplied as it is in memory, so that nothing is copied
+        if _has_channels_last(v):  # multiplied in its memory layout, without a copy
             last = v.movedim(1, -1)
             return (u @ last.flatten(1)).view(-1, *last.shape[1:]).movedim(-1, 1)
         return (u @ v.flatten(1)).view(-1, *v.shape[1:])  # all in one product

@@ -1,6 +1,6 @@
 """Low-rank transposed convolutions in one, two and three dimensions.
 
-Such a layer becomes a 1×1 convolution to `rank` channels and then the k×k transposed one, so that
+The layer becomes a 1×1 convolution to `rank` channels and a k×k transposed convolution, so that
 both factors run at the same positions. With groups, every group has its own factors.
 """
 
@@ -47,9 +47,9 @@ class LowRankConvTranspose(AnyConv):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if output_size is None:
             return super().forward(input)
-        self.dense_only = True  # no two plain layers can take it
+        self.dense_only = True  # two plain layers have no output_size
         configured = self.output_padding
-        torch_rule: Any = _ConvTransposeNd._output_padding  # which output sizes can be reached
+        torch_rule: Any = _ConvTransposeNd._output_padding  # which checks the output size
         self.output_padding = tuple(
             torch_rule(
                 self, input, output_size, self.stride, self.padding, self.kernel_size,
@@ -89,7 +89,7 @@ class LowRankConvTranspose(AnyConv):
         return self._convolve(z, self._second(u))  # z is (N, groups · rank, *positions)
 
     def _second(self, u: Tensor) -> Tensor:
-        """Give (out, r, *k) the layout (groups · r, out/groups, *k)."""
+        """Reshape (out, r, *k) to (groups · r, out/groups, *k)."""
         if self.groups == 1:
             return u.transpose(0, 1)
         grouped = u.view(self.groups, -1, *u.shape[1:])  # (groups, out/groups, r, *k)

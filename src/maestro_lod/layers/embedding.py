@@ -1,4 +1,4 @@
-"""Low-rank embeddings, alone or sharing their factors with an output head."""
+"""Low-rank embeddings, separate or sharing their factors with an output head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @register(nn.Embedding)
 class LowRankEmbedding(LowRank):
-    """Looks up a row of u (num_embeddings, r) and multiplies it by v (r, embedding_dim)."""
+    """`nn.Embedding` as a look-up in u (num_embeddings, r), multiplied by v (r, embedding_dim)."""
 
     kind = "Embedding"
     options = ("num_embeddings", "embedding_dim", "padding_idx")
@@ -38,13 +38,13 @@ class LowRankEmbedding(LowRank):
         assert isinstance(dense, nn.Embedding)
         padding = dense.padding_idx
         if padding is not None and not bool(dense.weight[padding].any()):
-            with torch.no_grad():  # exactly zero, where the SVD has rounding errors
+            with torch.no_grad():  # the SVD has rounding errors
                 layer.u[padding] = 0.0
         return layer
 
     @property
     def slow(self) -> str:
-        return "faster at few ranks only, a product follows each lookup"
+        return "faster only at few ranks, since a product follows each lookup"
 
     @classmethod
     def blocker(cls, dense: Any) -> str:
@@ -77,7 +77,7 @@ class LowRankEmbedding(LowRank):
     def output_rows(self, output: Tensor, *inputs: Any) -> Rows:
         return [output.reshape(-1, self.embedding_dim)]
 
-    # A dense look-up multiplies nothing, so only parameters can be saved.
+    # a dense look-up has no MACs, so only parameters can be saved
 
     def macs(self, positions: int, rank: int | None = None) -> int:
         return positions * (self.rank if rank is None else rank) * self.embedding_dim
@@ -111,15 +111,15 @@ class LowRankEmbedding(LowRank):
 class SharedHead(nn.Module):
     """A linear output head that uses the factors of a low-rank embedding: logits = u·(v·x) + bias.
 
-    The embedding is not a child of this module, so that it has one name, the one in the model,
-    also where the head comes first.
+    The embedding is not a child of this module, so that it keeps its only name in the model, also
+    if the head comes first.
     """
 
     kind = "SharedHead"
     replaces = nn.Linear
     bias: nn.Parameter | None
     user_attributes: tuple[str, ...] = ()
-    """The names of what a user had put on the linear layer."""
+    """The names of attributes that a user added to the linear layer."""
 
     def __init__(self, embedding: LowRankEmbedding, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class SharedHead(nn.Module):
         return self.macs(positions, rank)
 
     def copied_weights(self, form: PlainForm, rank: int) -> int:
-        """Count the scalars that plain layers hold twice: they want the small factor transposed."""
+        """Count the scalars that plain layers store twice: the small factor, once transposed."""
         return 0 if form == "dense" else max(rank, 1) * self.embedding.embedding_dim
 
     def plain(self, embedding: nn.Module) -> nn.Module:
@@ -194,7 +194,7 @@ class SharedHead(nn.Module):
             last.weight = look_up.weight
             head = nn.Sequential(first, last)
             for key in ("in_features", "out_features"):
-                setattr(head, key, getattr(self, key))  # code of a model may read them
+                setattr(head, key, getattr(self, key))  # for the model's code
         if self.bias is not None:
             last.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
         return head.train(self.training)

@@ -1,10 +1,9 @@
-"""Experts whose weights are stacked, over stacks that are modules of their own.
+"""Experts with stacked weights, over stacks that are separate modules.
 
-transformers holds all experts of a layer in a few tensors (experts, out, in) and reads those. This
-one calls its stacks; it takes the same arguments and gives the same results, whatever the router
-chose. How an expert gates what lies between its stacks is asked of the original's own code. The
-file imports torch alone, so that an extracted model needs no more than these classes and
-its own.
+transformers stores all experts of a layer in a few tensors (experts, out, in) and reads those.
+`Experts` calls its stacks; it takes the same arguments and returns the same results. Gates
+between the stacks are computed by the original's code. The file imports only torch, so that an
+extracted model needs these classes and its own.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ ROUTED = {
     "qwen4_exp": "Qwen4ExpText", "solar_open": "SolarOpen", "step3p7": "Step3p7",
     "unlimited_ocr": "UnlimitedOcrText", "zaya": "Zaya",
 }  # fmt: skip
-"""The families of transformers whose experts have one contract: attributes that say what is there
-(`has_gate`, `has_bias`, `is_transposed`) and `_apply_gate`; each with the name of its class."""
+"""The class names of transformers' experts, by family. All have the attributes `has_gate`,
+`has_bias` and `is_transposed`, and the method `_apply_gate`."""
 
 
 def apply_stacked(rows: Tensor, experts: Tensor, *stacks: Tensor) -> Tensor:
     """Multiply each row by the matrices of its expert, one stack (experts, m, n) after the other.
 
-    `experts` says whose each row is, in ascending order.
+    `experts` holds the expert of each row, in ascending order.
     """
     number = stacks[0].shape[0]  # len() of a tensor would fix the batch of an exported graph
     if _needs_one_graph() or rows.is_meta or rows.shape[0] <= number:
@@ -55,22 +54,22 @@ def apply_stacked(rows: Tensor, experts: Tensor, *stacks: Tensor) -> Tensor:
         for stack in stacks:
             columns = stack[experts] @ columns
         return columns[:, :, 0]
-    of_experts = torch.split(rows, experts.bincount(minlength=number).tolist())
+    by_expert = torch.split(rows, experts.bincount(minlength=number).tolist())
     for stack in stacks:  # unbound at once: their gradients are then stacked once
         matrices = stack.unbind()
-        of_experts = tuple(F.linear(x, m) for x, m in zip(of_experts, matrices, strict=True))
-    return torch.cat(of_experts)
+        by_expert = tuple(F.linear(x, m) for x, m in zip(by_expert, matrices, strict=True))
+    return torch.cat(by_expert)
 
 
 def _needs_one_graph() -> bool:
-    """Return whether a graph is being recorded that must fit any choice of experts."""
+    """Return whether a graph is recorded, which must be valid for any routing."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 class Stack(nn.Module):
     """The dense matrices of all experts, (experts, out, in), or (experts, in, out) if transposed.
 
-    Like both other stacks it takes rows in the order of their experts, and whose each row is.
+    As in both other stacks, the inputs are rows in the order of their experts, and the experts.
     """
 
     transposed: bool
@@ -98,12 +97,12 @@ class StackedProduct(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed experts whose stacked weights are stacks of any kind, by the original's names."""
+    """Routed experts over stacks of any kind, with the original's names."""
 
     user_attributes: tuple[str, ...] = ()
-    """The names of what a user had put on the original layer."""
+    """The names of attributes that a user added to the original layer."""
     applies_parts = False
-    _transposed_unless_said = False
+    _transposed_by_default = False
 
     @staticmethod
     def blocker(dense: nn.Module) -> str:
@@ -123,18 +122,18 @@ class Experts(nn.Module):
         """Take the options and parameters of `dense`; its stacked weights become `Stack`s."""
         super().__init__()
         names = _stack_names(dense)
-        transposed = bool(getattr(dense, "is_transposed", self._transposed_unless_said))
+        transposed = bool(getattr(dense, "is_transposed", self._transposed_by_default))
         for name, parameter in dense.named_parameters():
             if name in names:
                 self.add_module(name, Stack(parameter, transposed=transposed))
             else:
                 self.register_parameter(name, parameter)
-        # the original, without memory of its own, gates; a tuple keeps it out of the modules
+        # the original without its tensors computes the gates; a tuple keeps it out of the modules
         self._original = (_without_memory(dense),)
         self.train(dense.training)
 
     def __getattr__(self, name: str) -> Any:
-        """Answer for the original's options (`num_experts`, `act_fn`, …) too."""
+        """Return options of the original (`num_experts`, `act_fn`, …) too."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -166,7 +165,7 @@ class Experts(nn.Module):
         return summed.to(hidden_states.dtype)
 
     def _outputs(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """Apply to each row its expert, rows being in the order of the experts."""
+        """Apply to each row its expert; rows are in the order of the experts."""
         into, out = _stack_names(self)
         outputs = self._applied(out, self._gated(self._applied(into, rows, experts)), experts)
         norm = getattr(self._original[0], "post_expert_norm", None)
@@ -188,9 +187,9 @@ class Experts(nn.Module):
 
 
 class SortedExperts(Experts):
-    """Experts as Llama 4 has them: each gets as many rows, in order, weighted beforehand."""
+    """The experts of Llama 4: each gets the same number of rows, in order and already weighted."""
 
-    _transposed_unless_said = True
+    _transposed_by_default = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         rows = hidden_states.view(-1, hidden_states.shape[-1])

@@ -1,4 +1,4 @@
-"""Two factors and how many of their ranks are stored, active and trained."""
+"""Factors: a pair of tensors, and the numbers of ranks that are stored, active and trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from maestro_lod.layers.active import Block, active_blocks
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from maestro_lod.layers.composed import Composed
+    from maestro_lod.layers.composed import ProductCache
 
 Shape: TypeAlias = "tuple[int, ...]"
 
@@ -27,20 +27,20 @@ _NO_LIMIT = 2**31 - 1  # the compiled form of "no active rank": every rank count
 
 
 def _changeable(number: int, device: torch.device) -> Tensor:
-    """Return a number as a tensor that can be changed later, wherever it was made."""
+    """Return a number as a tensor that can be changed later, also if made in inference mode."""
     with torch.inference_mode(False):
         return torch.tensor(number, device=device)
 
 
 def _untrained(factor: Tensor) -> Tensor:
-    """Return a factor that gets no gradient or, for processes that wait for one, zeros."""
+    """Return a factor without gradient; in distributed training, which waits for one, zeros."""
     if dist.is_available() and dist.is_initialized():
         return factor.detach() + factor[:0].sum()
     return factor.detach()
 
 
 class _Origin:
-    """A weak reference to a layer: the same in copies of the layer, none after unpickling."""
+    """A weak reference to a layer: copies of the layer share it, pickles lose it."""
 
     def __init__(self, layer: Factors | None = None) -> None:
         self.layer = (lambda: None) if layer is None else weakref.ref(layer)
@@ -53,11 +53,11 @@ class _Origin:
 
 
 class RanksCutWarning(UserWarning):
-    """A state with fewer ranks was loaded into a model, which has lost the others."""
+    """A loaded state has fewer ranks than the model, which lost the others."""
 
 
 class Factors(nn.Module):
-    """Two factors whose ranks can be used, resized and loaded up to any number of them."""
+    """A module with two factors, whose ranks can be activated, resized and loaded."""
 
     u: nn.Parameter
     v: nn.Parameter
@@ -66,14 +66,14 @@ class Factors(nn.Module):
     matrix_shape: tuple[int, int]
     """The shape (m, n) of the matrix that each group factors."""
     positions: int | None
-    """Where the last forward applied the weight (batch included); None if there was none."""
+    """The number of positions of the last forward, batch included; None before the first one."""
     _limit: Tensor
-    kept: Composed | None = None
-    """The product of the factors, while `composed_once` keeps it for several passes."""
+    product_cache: ProductCache | None = None
+    """The product of the factors for several passes, inside `composed_once`."""
     _holders: tuple[Any, Any] | None = None
     """The owners of the parts of `u` and `v`, if these are sharded over processes."""
     identity_factor: Literal["u", "v"] | None = None
-    """Which factor is the identity and not trained, while the other is the weight itself."""
+    """The factor that is a frozen identity, while the other one is the weight itself."""
 
     def __init__(
         self, u: Tensor, v: Tensor, bias: Tensor | None, *, groups: int = 1, trainable: bool = True
@@ -89,11 +89,11 @@ class Factors(nn.Module):
         u_kernel, v_kernel = math.prod(u.shape[2:]), math.prod(v.shape[2:])
         self.matrix_shape = (u.shape[0] // groups * u_kernel, v.shape[1] // groups * v_kernel)
         self.positions = None
-        self._active: int | None = None  # where no block of the running context says otherwise
+        self._activated: int | None = None  # outside of blocks of the running context
         self._trainable: tuple[bool, bool] | None = None  # of factors that are frozen while empty
         self._origin, self._copied_from = _Origin(self), _Origin()
         self._compiled = False
-        self._blocks: list[tuple[int, int]] = []  # open in any context: their ids and ranks
+        self._blocks: list[tuple[int, int]] = []  # entered in any context: ids and ranks
         # The last of these ranks for compiled graphs, or else the active one: as a tensor it can
         # change without a new graph. No buffer, which averaged copies would take over and
         # `to_empty` would leave undefined.
@@ -101,10 +101,10 @@ class Factors(nn.Module):
 
     @classmethod
     def allocate(cls, dense: Any, rank: int | None, u: Shape, v: Shape, groups: int = 1) -> Self:
-        """Make a layer with uninitialized factors; `u` and `v` are their shapes but for the rank.
+        """Create a layer with uninitialized factors; `u` and `v` are their shapes but for the rank.
 
-        Without a rank it is the full one. Dtype, device, mode, and whether there is a bias and
-        anything is trained, are those of the dense layer.
+        The rank defaults to the full one. Dtype, device, mode, trainability and the presence of a
+        bias are those of the dense layer.
         """
         weight, bias = dense.weight, getattr(dense, "bias", None)
         if rank is None:
@@ -126,16 +126,16 @@ class Factors(nn.Module):
 
     @property
     def rank(self) -> int:
-        """The number of ranks that are stored."""
+        """The number of stored ranks."""
         return self.v.shape[0]
 
     @property
     def sharded(self) -> bool:
-        """Whether the factors are held in parts by several processes."""
+        """Whether the factors are sharded over processes."""
         return self._holders is not None
 
     def stored_factors(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """Return `u` and `v` as an optimizer holds them: in parts, even while all is gathered."""
+        """Return `u` and `v` as an optimizer holds them: sharded, even while they are gathered."""
         if self._holders is None:
             return self.u, self.v
         u, v = self._holders
@@ -157,9 +157,9 @@ class Factors(nn.Module):
         return u.detach().clone(), v.detach().clone()
 
     def _zero_rank(self) -> tuple[Tensor, Tensor]:
-        """Return one rank of zeros, which keeps shapes right where no rank is left.
+        """Return one rank of zeros, which keeps the shapes of a layer without ranks.
 
-        The empty sums tie the zeros to the parameters, which therefore get (empty) gradients.
+        The empty sums connect the zeros to the parameters, which therefore get (empty) gradients.
         """
         u, v = self.u, self.v
         return (
@@ -171,47 +171,47 @@ class Factors(nn.Module):
 
     @property
     def active_rank(self) -> int:
-        """How many of the stored ranks the forward uses."""
+        """The number of ranks that the forward uses."""
         active = self._chosen_rank()
         return self.rank if active is None else min(active, self.rank)
 
     def _chosen_rank(self) -> int | None:
-        """Return the rank chosen in the running context or else for all; None: every rank."""
+        """Return the rank of the running context, else that of `activate`; None: every rank."""
         for block in reversed(active_blocks()):
             if self in block:
                 return block[self]
-        return self._active
+        return self._activated
 
     def activate(self, rank: int | None) -> None:
         """Use only the first `rank` ranks from now on, in all contexts; None uses all."""
         if rank is not None:
             self.require_active(rank)
         self._require_one_context()
-        self.__dict__["_active"] = rank  # past nn.Module's slow setattr
+        self.__dict__["_activated"] = rank  # past nn.Module's slow setattr
         self._set_limit()
 
     def require_active(self, rank: int) -> None:
-        """Refuse an active rank that the layer cannot have."""
+        """Raise RankError if the layer cannot run at this rank."""
         if not 0 <= rank <= self.rank:
             raise RankError(f"active rank {rank} is not between 0 and the stored rank {self.rank}.")
         self.require_order(rank)
 
     def enter(self, block: Block) -> None:
-        """Note that a block of some context gives this layer a rank."""
+        """Record that a block of a context activates a rank of this layer."""
         self._require_one_context()
         self._blocks.append((id(block), block[self]))
         self._set_limit()
 
     def leave(self, block: Block) -> None:
-        """Note the end of a block that was entered."""
+        """Record the end of an entered block."""
         self._blocks.remove((id(block), block[self]))
         self._set_limit()
 
     def _require_one_context(self) -> None:
-        """Refuse ranks of several contexts in compiled code, which reads them from the layer."""
+        """Raise RankError for ranks of several contexts in compiled code, which knows only one."""
         if self._compiled and self._blocks:
-            mine = {id(block) for block in active_blocks()}
-            if any(block not in mine for block, _ in self._blocks):
+            inside = {id(block) for block in active_blocks()}
+            if any(block not in inside for block, _ in self._blocks):
                 raise RankError(
                     "a compiled model runs at one size at a time, and another thread or task is "
                     "inside at_ranks. Run the model uncompiled, or extract a model for each size."
@@ -221,31 +221,31 @@ class Factors(nn.Module):
         self._limit.fill_(self._compiled_rank())
 
     def _compiled_rank(self) -> int:
-        rank = self._active
+        rank = self._activated
         for _, rank in self._blocks[-1:]:  # noqa: B007
             pass
         return _NO_LIMIT if rank is None else rank
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled layer, which is inside of no block."""
+        """Restore a copied or unpickled layer, outside of all blocks."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._origin, self._copied_from = _Origin(self), self._origin
         self._blocks = []
         self._set_limit()
 
     def _replicate_for_data_parallel(self) -> Self:
-        """Return what `nn.DataParallel` runs in a thread of its own, at the ranks of this one."""
+        """Return the replica for one thread of `nn.DataParallel`, at the ranks of this thread."""
         replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        replica.__dict__["_active"] = self._chosen_rank()
+        replica.__dict__["_activated"] = self._chosen_rank()
         return replica
 
     def require_order(self, rank: int) -> None:
-        """Refuse to use fewer ranks than there are while the layer is trained as its weight."""
+        """Raise RankError if ranks are cut while the layer is trained as its dense weight."""
         if self.identity_factor is not None and rank < self.rank:
             raise RankError(
-                f"rank {rank} of {self.rank}: the layer is still trained as its dense weight, so "
-                "its ranks have no order yet. Train on until the first part of the run is over, "
-                "or land on the budget now (LoD.land)."
+                f"rank {rank} of {self.rank} is not available: the layer is still trained as its "
+                "dense weight, and its ranks have no order yet. Continue the training until the "
+                "ranks are ordered, or call apply_budget() of the training now."
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -269,7 +269,7 @@ class Factors(nn.Module):
             return u, _untrained(v)
         if torch.compiler.is_compiling():
             self._compiled = True
-            # A slice would make a new graph for every rank, a mask on the smaller side does not.
+            # a slice needs a graph for every rank, a mask on the smaller side does not
             mask = (torch.arange(stored, device=u.device) < self._limit).to(u.dtype)
             return u * mask.view(-1, *[1] * (u.ndim - 2)), v
         active = self._chosen_rank()
@@ -280,7 +280,7 @@ class Factors(nn.Module):
         return u[:, :active], v[:active]
 
     def note_positions(self, positions: int) -> None:
-        """Remember where the weight is applied; also says that the layer has run."""
+        """Record the number of positions of this forward, which also marks the layer as run."""
         if torch.compiler.is_compiling():
             self.positions = positions
         else:  # past nn.Module's slow setattr
@@ -289,14 +289,14 @@ class Factors(nn.Module):
     # -- ranks that change shape ---------------------------------------------------------------
 
     def resize(self, rank: int) -> None:
-        """Give the factors room for `rank` ranks, contents undefined; Parameters keep identity.
+        """Resize the factors to `rank` ranks, with undefined contents.
 
-        The Parameter objects are kept, so that an optimizer that holds them still works.
+        The Parameter objects stay the same, so that an optimizer that holds them still works.
         """
         for factor, dim in ((self.u, 1), (self.v, 0)):
             shape = [*factor.shape]
             shape[dim] = rank
-            # in the memory layout it had, which fused optimizers expect of their state too
+            # the memory layout stays, since fused optimizers expect it of their state too
             layout = sorted(range(factor.ndim), key=factor.stride, reverse=True)
             factor.grad = None
             factor.data = torch.empty_permuted(
@@ -305,9 +305,9 @@ class Factors(nn.Module):
         self.freeze_if_empty()
 
     def freeze_if_empty(self) -> None:
-        """Give factors without ranks no gradients, which some optimizers cannot take.
+        """Freeze factors without ranks, whose empty gradients some optimizers do not support.
 
-        Factors that get ranks again become trainable as they were.
+        Factors that get ranks again become trainable again.
         """
         if self.rank == 0 and (self.u.requires_grad or self.v.requires_grad):
             self._trainable = self.u.requires_grad, self.v.requires_grad
@@ -318,7 +318,7 @@ class Factors(nn.Module):
 
     @property
     def trainable(self) -> tuple[bool, bool]:
-        """Whether u and v are trained, or would be if they had ranks."""
+        """Whether u and v are trained; for a layer without ranks, whether they were."""
         return self._trainable or (self.u.requires_grad, self.v.requires_grad)
 
     def _train_factors(self, u: bool, v: bool) -> None:
@@ -326,7 +326,7 @@ class Factors(nn.Module):
         self.v.requires_grad_(v)
 
     def rank_in(self, state: Mapping[str, Any], prefix: str) -> int | None:
-        """Return the rank that this layer has in a state; None if it is not there, or not so."""
+        """Return the rank of this layer in a state, None if its factors are missing or misfit."""
         u, v = state.get(f"{prefix}u"), state.get(f"{prefix}v")
         if not (isinstance(u, Tensor) and isinstance(v, Tensor) and u.ndim > 1 and v.ndim > 1):
             return None
@@ -348,9 +348,9 @@ class Factors(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take the rank from the incoming shapes, so that any trainer's resume works."""
+        """Resize to the rank of the loaded factors, so that any trainer's resume works."""
         u, v = state_dict.get(f"{prefix}u"), state_dict.get(f"{prefix}v")
-        self.identity_factor = None  # whoever trains a weight as it is says so again
+        self.identity_factor = None  # a training of the dense weight sets it again
         if isinstance(u, Tensor) and isinstance(v, Tensor) and v.ndim == self.v.ndim:
             if u.ndim != self.u.ndim or u.shape[1] != v.shape[0] or v.shape[0] > self.full_rank:
                 error_msgs.append(
@@ -369,21 +369,20 @@ class Factors(nn.Module):
         self.freeze_if_empty()
 
 
-_warned: list[str] | None = None  # the list of errors of the load that was warned of last
+_warned: list[str] | None = None  # the list of errors of the last load with a warning
 
 
 def _warn_of_cut(prefix: str, stored: int, loaded: int, errors: list[str]) -> None:
-    """Warn once per load, which is known by its list of errors, that it cuts layers."""
+    """Warn once per load, which its list of errors identifies, that it cuts layers."""
     global _warned
     if loaded >= stored or errors is _warned:
         return
     _warned = errors
     warnings.warn(
         f"load_state_dict cut {prefix.rstrip('.') or 'the model itself'} from rank {stored} to "
-        f"{loaded}, the rank of the loaded state, and maybe other layers. If the state is a "
-        "smaller model's and this one is to stay large, use "
-        "maestro_lod.integrations.federated.aggregate; if "
-        "it is a checkpoint, maestro_lod.layers.match_ranks(model, state) before says so.",
+        f"{loaded}, the rank in the loaded state, and possibly other layers. To load a checkpoint "
+        "without this warning, call lod.match_ranks(model, state) first. To merge smaller models "
+        "into this one, use maestro_lod.integrations.federated.aggregate.",
         RanksCutWarning,
         stacklevel=2,
     )

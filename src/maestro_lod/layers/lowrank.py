@@ -1,6 +1,6 @@
-"""The one idea: a weight held as two factors, whose ranks are ordered by importance.
+"""Low-rank layer: a weight stored as two factors, whose ranks are ordered by importance.
 
-A dense weight is seen as `groups` matrices of shape (m, n), each the product U·V of its factors.
+A dense weight is viewed as `groups` matrices of shape (m, n), each the product U·V of its factors.
 `v` is applied first, `u` second; the kernel of a convolution sits in one of them:
 
     layer             u                   v                   m              n
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.layers.composed import kept_for
+from maestro_lod.layers.composed import usable_cache
 from maestro_lod.layers.factors import Factors
 from maestro_lod.layers.svd import svd_factors
 
@@ -32,7 +32,7 @@ Split: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """Splits matrices (groups, m, n) into (groups, m, rank) and (groups, rank, n)."""
 
 Rows: TypeAlias = Sequence[Tensor]
-"""For each group of a layer vectors (positions, n) that its matrix multiplies, or its products."""
+"""For each group of a layer the rows (positions, n) that its matrix multiplies, or its products."""
 
 PlainForm: TypeAlias = Literal["dense", "factored"]
 """The deployed form of a low-rank layer: one plain layer, or one per factor."""
@@ -58,18 +58,26 @@ class LowRank(Factors):
     options: ClassVar[tuple[str, ...]]
     """The dense layer's attributes other than its weight; code of a model may read them."""
     dense_only = False
-    """Whether only a dense plain layer can do what this one does, because of how it is called."""
+    """Whether only a dense plain layer can replace this one, because of how it is called."""
     positionwise: ClassVar[bool] = False
-    """Whether each output is the weight times one of the `input_rows`, plus the bias: then the
-    layer can be fitted to outputs."""
+    """Whether each output is the weight times one of the `input_rows`, plus the bias; such layers
+    can be fitted to outputs."""
     user_attributes: tuple[str, ...] = ()
-    """The names of what a user had put on the dense layer."""
+    """The names of attributes that a user added to the dense layer."""
 
     # -- what a kind of layer defines ----------------------------------------------------------
 
     @classmethod
     def from_dense_shape(cls, dense: Any, rank: int | None = None) -> Self:
-        """Make a layer with the options of `dense` and uninitialized factors; here of a matrix."""
+        """Create a layer with the options of `dense` and uninitialized factors, here of a matrix.
+
+        Args:
+            dense: The dense layer.
+            rank: The stored rank; by default the full one.
+
+        Returns:
+            The layer.
+        """
         out, into = dense.weight.shape
         return cls.allocate(dense, rank, (out,), (into,))
 
@@ -83,19 +91,19 @@ class LowRank(Factors):
         raise NotImplementedError
 
     def apply_weight(self, weight: Tensor, *inputs: Tensor) -> Tensor:
-        """Compute the layer with its weight multiplied out."""
+        """Compute the layer with its composed weight."""
         raise NotImplementedError
 
     def apply_factors(self, u: Tensor, v: Tensor, *inputs: Tensor) -> Tensor:
-        """Compute the layer with one factor after the other."""
+        """Compute the layer with its factors, one after the other."""
         raise NotImplementedError
 
     def input_rows(self, *inputs: Any) -> Iterator[Rows]:
-        """Yield what the weight multiplies, part by part; nothing where that is not known."""
+        """Yield the rows that the weight multiplies, in parts; nothing if they are not known."""
         return iter(())
 
     def output_rows(self, output: Tensor, *inputs: Any) -> Rows | None:
-        """Return outputs of these inputs, or their gradients, as rows; None if not known."""
+        """Return outputs, or their gradients, as rows; None if they are not known."""
         return None
 
     def input_key(self) -> tuple[Any, ...]:
@@ -103,7 +111,7 @@ class LowRank(Factors):
         return (type(self),)
 
     def lookups(self, *inputs: Any) -> Tensor | None:
-        """Count how often each row of the weight is looked up, None for one that multiplies."""
+        """Count how often each row of the weight is looked up; None for layers that multiply."""
         return None
 
     @property
@@ -112,31 +120,31 @@ class LowRank(Factors):
         return INTERMEDIATE_COST
 
     def padded_rank(self, rank: int) -> int:
-        """Round a rank up to the number that `apply_factors` computes with; here unchanged."""
+        """Round a rank up to the number that `apply_factors` computes with (default: unchanged)."""
         return rank
 
     def to_weight(self, matrices: Tensor) -> Tensor:
-        """Give (groups, m, n) matrices the dense layer's layout; here that of one matrix."""
+        """Reshape (groups, m, n) matrices to the dense layer's weight (default: one matrix)."""
         return matrices[0]
 
     def to_matrices(self, weight: Tensor) -> Tensor:
-        """Give a dense weight the layout (groups, m, n); here it is one matrix."""
+        """Reshape a dense weight to (groups, m, n) matrices (default: one matrix)."""
         return weight[None]
 
     def dense(self, rank: int | None = None) -> nn.Module:
-        """Return a layer of the replaced type that computes what this one does at the rank."""
+        """Return an equivalent layer of the replaced type at a rank."""
         raise NotImplementedError
 
     def plain_dense(self, rank: int | None = None) -> nn.Module:
-        """Return the same as a layer of torch itself, where `dense` is one of another library."""
+        """Return `dense` as a layer of torch, also if the replaced type is another library's."""
         return self.dense(rank)
 
     def factored(self, rank: int | None = None) -> nn.Module:
-        """Return plain layers, one per factor, that compute what this one does at the rank."""
+        """Return equivalent plain layers at a rank, one per factor."""
         raise NotImplementedError
 
     def plain(self, form: PlainForm, rank: int | None = None) -> nn.Module:
-        """Return plain layers in a form; code of a model still finds the options on them."""
+        """Return plain layers in a form, with the options as attributes for the model's code."""
         if form == "dense":
             return self.plain_dense(rank)
         layers = self.factored(rank)
@@ -190,7 +198,7 @@ class LowRank(Factors):
         return ""
 
     def executed_macs(self, positions: int, rank: int) -> int:
-        """Count the MACs that this layer really does, by whichever way it chooses."""
+        """Count the MACs that the forward executes, composed or with the factors."""
         m, n = self.matrix_shape
         rank = max(rank, 1)  # one rank of zeros stands in for none
         if self.identity_factor is not None:
@@ -205,9 +213,9 @@ class LowRank(Factors):
     def from_dense(
         cls, dense: nn.Module, rank: int | None = None, *, split: Split = svd_factors
     ) -> Self:
-        """Return a layer with the leading directions of `dense`, which is untouched.
+        """Return a layer with the leading directions of `dense`, which is unchanged.
 
-        They are the singular ones, unless matrices are to be split in another way.
+        `split` determines the directions; by default they are the singular ones.
         """
         layer = cls.from_dense_shape(dense, rank)
         weight, bias = dense.weight, dense._parameters.get("bias")
@@ -226,7 +234,7 @@ class LowRank(Factors):
         self.v.copy_(v)
 
     def factors_of(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Give (groups, m, r) and (groups, r, n) matrices the layout of `u` and `v`."""
+        """Reshape (groups, m, r) and (groups, r, n) matrices to `u` and `v`."""
         r, groups = self.rank, self.groups
         out, kernel = self.u.shape[0] // groups, math.prod(self.u.shape[2:])
         left = left.reshape(groups, out, kernel, r).transpose(2, 3)  # (groups, out, r, kernel)
@@ -242,7 +250,7 @@ class LowRank(Factors):
         return left, v.reshape(r, groups, -1).transpose(0, 1)
 
     def _compose(self, u: Tensor, v: Tensor) -> Tensor:
-        """Multiply factors out to a weight as the layer applies it."""
+        """Multiply factors to the weight that the layer applies."""
         if u.ndim == v.ndim == 2 and self.groups == 1:
             return u @ v
         left, right = self._matrices(u, v)
@@ -250,13 +258,13 @@ class LowRank(Factors):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight at the active rank; read by code that expects a dense layer."""
+        """The dense weight at the active rank, for code that expects a dense layer."""
         return self._composed(*self._active_factors())
 
     def _composed(self, u: Tensor, v: Tensor) -> Tensor:
-        """Multiply active factors out; where one is the identity, the other is all there is."""
-        if (kept := kept_for(self, u, v)) is not None:
-            return kept.of(u, v, self._compose)
+        """Multiply active factors to the weight; where one is the identity, return the other."""
+        if (cache := usable_cache(self, u, v)) is not None:
+            return cache.get(u, v, self._compose)
         if self.identity_factor is None:
             return self._compose(u, v)
         left, right = self._matrices(u, v)
@@ -266,18 +274,18 @@ class LowRank(Factors):
         return weight + still[:, :0].sum() if still.requires_grad else weight
 
     def _as_applied(self, matrices: Tensor) -> Tensor:
-        """Give (groups, m, n) matrices the layout of a weight as the layer applies it."""
+        """Reshape (groups, m, n) matrices to the weight that the layer applies."""
         return self.to_weight(matrices)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.computed(input)
 
     def computed(self, *inputs: Tensor) -> Tensor:
-        """Apply the active factors to the inputs, in whichever way is faster."""
+        """Apply the active factors to the inputs, composed or one by one, whichever is faster."""
         positions = self.positions_of(*inputs)
         self.note_positions(positions)
         u, v = self._active_factors()
-        passes = 1 if (kept := kept_for(self, u, v)) is None else kept.passes
+        passes = 1 if (cache := usable_cache(self, u, v)) is None else cache.passes
         if self.identity_factor is not None or self._compose_is_cheaper(
             passes * positions, v.shape[0]
         ):

@@ -1,8 +1,8 @@
-"""Low-rank weight matrices that another module multiplies by, such as a recurrent layer's."""
+"""Low-rank weight matrices that another module multiplies by, such as a recurrent layer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,13 +10,10 @@ from maestro_lod.layers.lowrank import LowRank, PlainForm, Rows
 from maestro_lod.layers.recurrent import Matrix, Product
 from maestro_lod.layers.registry import register
 
-if TYPE_CHECKING:
-    pass
-
 
 @register(Matrix)
 class LowRankMatrix(LowRank):
-    """A weight matrix u·v that another module multiplies by; it has no forward of its own."""
+    """A weight matrix u·v that another module multiplies by; it has no forward."""
 
     kind = "Matrix"
     options = ()
@@ -28,7 +25,7 @@ class LowRankMatrix(LowRank):
 
     @property
     def slow(self) -> str:
-        return "not faster, multiplied out in every step"
+        return "not faster, since the factors are multiplied in every step"
 
     def plain_macs(self, form: PlainForm, positions: int, rank: int) -> int:
         return self.dense_macs(positions)

@@ -21,13 +21,13 @@ def embedding_weights(model: nn.Module) -> set[Tensor]:
 
 
 def switch_off_fast_paths(model: nn.Module, changed: Collection[str]) -> None:
-    """Keep torch's transformer layers from reading dense weights past low-rank layers."""
+    """Switch off the fast paths of torch's transformer layers around changed layers."""
     containers = {name[:at] for name in changed for at, c in enumerate(name) if c == "."}
     containers |= {""} if changed else set()
     for name, module in model.named_modules():
         if name not in containers:
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # only the fast path looks at it
+            module.activation_relu_or_gelu = 0  # read only by the fast path
         elif isinstance(module, nn.TransformerEncoder):
             module.enable_nested_tensor = module.use_nested_tensor = False

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from maestro_lod.errors import LayerError, RankError, listed, suggest
-from maestro_lod.layers.active import block_of
+from maestro_lod.layers.active import activate_block
 from maestro_lod.layers.lowrank import LowRank
 
 Ranks = int | float | Mapping[str, int | float]
-"""Ranks as users give them: one value for all layers, or values by layer name or glob pattern.
+"""Ranks in the user's form: one value for all layers, or values by layer name or glob pattern.
 
 An int is a rank, a float in (0, 1) a share of the full rank.
 """
@@ -25,15 +25,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers of torch.compile and DDP, which would change all names."""
+    """Return the model without wrappers of torch.compile and DDP, which would change all names."""
     if not isinstance(model, nn.Module):
         raise LayerError(f"a model is an nn.Module, not a {type(model).__name__}.")
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
             continue
-        # in the dict of its children, past a __getattr__ of the model that asks what it wraps
-        children = model._modules  # of a scripted model it is no dict, and has no get()
+        # in the dict, since a __getattr__ of the model may look into what it wraps
+        children = model._modules  # a scripted model has another type without get()
         inner = children["_orig_mod"] if "_orig_mod" in children else None  # noqa: SIM401
         if inner is None:
             return model
@@ -62,7 +62,7 @@ def ranks(model: nn.Module) -> dict[str, int]:
 
 
 def require_low_rank(model: nn.Module) -> dict[str, LowRank]:
-    """Return the low-rank layers, or refuse a model that has none."""
+    """Return the low-rank layers; raise LayerError if the model has none."""
     layers = low_rank_layers(model)
     if not layers:
         raise LayerError(
@@ -71,12 +71,12 @@ def require_low_rank(model: nn.Module) -> dict[str, LowRank]:
     return layers
 
 
-def require_all_active(model: nn.Module, what: str) -> None:
-    """Refuse a model that runs at fewer ranks than it stores, where that would be overlooked."""
+def require_all_active(model: nn.Module, operation: str) -> None:
+    """Raise RankError if a layer runs at fewer ranks than it stores, for operations on all."""
     fewer = [n for n, m in low_rank_layers(model).items() if m.active_rank < m.rank]
     if fewer:
         raise RankError(
-            f"{what} goes by the stored ranks, but {listed(fewer)} run at fewer. Leave at_ranks, "
+            f"{operation} uses the stored ranks, but {listed(fewer)} run at fewer. Leave at_ranks, "
             "or call set_ranks(model, None), first."
         )
 
@@ -88,31 +88,33 @@ def matches(name: str, pattern: str) -> bool:
     return pattern in prefixes or any(fnmatchcase(prefix, pattern) for prefix in prefixes)
 
 
-def resolve(given: Ranks, layers: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Turn what a user gave into a rank per layer; `layers` maps name -> (limit, full rank).
+def resolve(ranks: Ranks, layers: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Resolve ranks to a rank per layer; `layers` maps name -> (limit, full rank).
 
-    Layers that a mapping does not name are left out. Ranks for all layers are cut to what each
-    layer can have; a rank given for one layer by name must be one that it can have.
+    Layers without an entry in a mapping are left out. Ranks for all layers are cut to the limit of
+    each layer; a rank for one layer by name must be within its limit.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(ranks, Mapping):
         return {
-            name: min(_one_rank(given, f"every layer ({name})", full, None), limit)
+            name: min(_one_rank(ranks, f"every layer ({name})", full, None), limit)
             for name, (limit, full) in layers.items()
         }
     chosen: dict[str, int] = {}
-    for key, value in given.items():
+    for key, value in ranks.items():
         if not isinstance(key, str):
-            raise LayerError(f"ranks names {key!r}, which is not text. Layers: {listed(layers)}.")
+            raise LayerError(
+                f"ranks has the key {key!r}, which is not text. Layers: {listed(layers)}."
+            )
         named = [key] if key in layers else [name for name in layers if matches(name, key)]
         if not named:
             raise LayerError(
-                f"ranks names {key!r}, which is not a low-rank layer here.{suggest(key, layers)} "
+                f"ranks names {key!r}, which is not a low-rank layer.{suggest(key, layers)} "
                 f"Layers: {listed(layers)}."
             )
         for name in named:
             limit, full = layers[name]
             rank = _one_rank(value, name, full, limit if key == name else None)
-            if key == name or name not in given:  # an exact name wins over a pattern
+            if key == name or name not in ranks:  # an exact name wins over a pattern
                 chosen[name] = min(rank, limit)
     return chosen
 
@@ -123,27 +125,29 @@ def _limits(layers: Mapping[str, LowRank]) -> dict[str, tuple[int, int]]:
 
 def _one_rank(value: object, name: str, full: int, limit: int | None) -> int:
     """Check one rank or ratio; `limit` is the largest allowed rank, None if larger ones are cut."""
-    what = f"rank {value!r} for {name or 'the model itself'}"
+    item = f"rank {value!r} for {name or 'the model itself'}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise RankError(f"{what} is neither a whole number nor a ratio in (0, 1).")
+        raise RankError(f"{item} is neither a whole number nor a ratio in (0, 1).")
     if isinstance(value, numbers.Integral):
         rank = int(value)
         if rank < 0:
-            raise RankError(f"{what} is negative. Give 0 to {full if limit is None else limit}.")
+            raise RankError(f"{item} is negative. Give 0 to {full if limit is None else limit}.")
         if limit is not None and rank > limit:
-            raise RankError(f"{what} is above what the layer has: {limit} (full rank {full}).")
+            raise RankError(
+                f"{item} is larger than the rank of the layer: {limit} (full rank {full})."
+            )
         return rank
     if not 0.0 < float(value) < 1.0:
-        raise RankError(f"{what}: a float is a share of the full rank and lies in (0, 1).")
+        raise RankError(f"{item}: a float is a share of the full rank and lies in (0, 1).")
     return max(1, round(float(value) * full))
 
 
-def resolve_for(model: nn.Module, given: Ranks | None) -> dict[str, int]:
+def resolve_for(model: nn.Module, ranks: Ranks | None) -> dict[str, int]:
     """Resolve ranks against a low-rank model; layers that are not named keep their stored rank."""
     layers = require_low_rank(model)
     chosen = {name: layer.rank for name, layer in layers.items()}
-    if given is not None:
-        chosen |= resolve(given, _limits(layers))
+    if ranks is not None:
+        chosen |= resolve(ranks, _limits(layers))
     return chosen
 
 
@@ -231,12 +235,12 @@ def set_ranks(model: nn.Module, ranks: Ranks | None) -> None:
 
 @contextmanager
 def activated(active: Mapping[LowRank, int]) -> Iterator[None]:
-    """Run some layers at these ranks inside the `with` block, in the running context alone."""
+    """Run layers at these ranks inside the `with` block, in the running context only."""
     for layer, rank in active.items():
         layer.require_active(rank)
     block = dict(active)
-    with ExitStack() as left, block_of(block):
+    with ExitStack() as leaving, activate_block(block):
         for layer in block:
             layer.enter(block)
-            left.callback(layer.leave, block)
+            leaving.callback(layer.leave, block)
         yield

@@ -1,10 +1,10 @@
-"""Recurrent layers over weights that are modules of their own.
+"""Recurrent layers over weights that are separate modules.
 
-torch's recurrent kernels take dense weights. While training, factors are multiplied out once per
-call, for the whole sequence: training finds the ranks, but a step is not cheaper than a dense one.
-A deployed layer multiplies them out once, when it is first used, and again only if they change: its
-parameters and its file are the factors', its time that of a dense layer. The file imports torch
-alone, so that an extracted model needs no more than these classes.
+torch's recurrent kernels need dense weights. In training, factors are multiplied once per call, for
+the whole sequence: training finds the ranks, but a step is not cheaper than a dense one. A deployed
+layer multiplies them at its first call, and again only if they change: it has the parameters and
+the file of the factors, and the time of a dense layer. The file imports only torch, so that an
+extracted model needs these classes alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-See: TypeAlias = Callable[[str, Tensor, Tensor], None]
-"""Told the name of a weight, rows (positions, n) that it multiplies, and its products."""
+OnProduct: TypeAlias = Callable[[str, Tensor, Tensor], None]
+"""Called with the name of a weight, the rows (positions, n) it multiplies, and the products."""
 
 
 class Matrix(nn.Module):
@@ -42,15 +42,15 @@ class Product(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix, multiplied out at every access."""
+        """The matrix, computed at every access."""
         return self.u @ self.v
 
 
 class Recurrent(nn.Module):
-    """`nn.LSTM`, `nn.GRU` or `nn.RNN` whose weights are matrices of any kind, by torch's names."""
+    """`nn.LSTM`, `nn.GRU` or `nn.RNN` over matrices of any kind, with torch's names."""
 
     user_attributes: tuple[str, ...] = ()
-    """The names of what a user had put on torch's layer."""
+    """The names of attributes that a user added to torch's layer."""
     applies_parts = True
 
     @staticmethod
@@ -60,38 +60,38 @@ class Recurrent(nn.Module):
         return _computed_weights(dense, names)
 
     def __init__(self, dense: nn.RNNBase) -> None:
-        """Take the options and parameters of `dense`; its weights become `Matrix` modules."""
+        """Copy the options and parameters of `dense`; its weights become `Matrix` modules."""
         super().__init__()
         for name, parameter in dense.named_parameters():
             if parameter.ndim == 2:
                 self.add_module(name, Matrix(parameter))
             else:
                 self.register_parameter(name, parameter)
-        # torch's own layer, without memory of its own, does the work on weights it is handed;
-        # a tuple keeps its parameters out of this module's
+        # torch's layer without its tensors computes with the weights of each call; a tuple keeps
+        # its parameters out of this module's
         self._engine = (_without_memory(dense),)
-        self._ready: tuple[Any, nn.RNNBase] | None = None  # of which weights, and their product
+        self._ready: tuple[Any, nn.RNNBase] | None = None  # with the versions of its weights
         self.train(dense.training)
 
     def __getattr__(self, name: str) -> Any:
-        """Answer for torch's options (`hidden_size`, `batch_first`, …) too."""
+        """Return options of torch's layer (`hidden_size`, `batch_first`, …) too."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             engine = self.__dict__.get("_engine")
             if engine is None or name.startswith("_") or name == "all_weights":
-                raise  # what has no memory must not be seen
+                raise  # its weights are empty
             return getattr(engine[0], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Pass on what users set between calls."""
+        """Set the options of torch's layer that users change between calls."""
         if name in ("batch_first", "dropout"):
             setattr(self._engine[0], name, value)
         else:
             super().__setattr__(name, value)
 
     def positions_of(self, *inputs: Any) -> int:
-        """Count the steps of all sequences: each weight is applied at each of them."""
+        """Count the steps of all sequences, at each of which every weight is applied."""
         x: Tensor = inputs[0].data  # of a packed sequence, or the tensor itself
         return x.numel() // x.shape[-1]
 
@@ -105,23 +105,24 @@ class Recurrent(nn.Module):
         engine = self._engine[0].train(self.training)
         return torch.func.functional_call(engine, dict(self._weights()), (input, hx))
 
-    def shown(self, see: See, input: Tensor | PackedSequence, hx: Any = None) -> Any:
-        """Compute step by step, without dropout, and tell `see` what each weight multiplies.
+    def observed(
+        self, on_product: OnProduct, input: Tensor | PackedSequence, hx: Any = None
+    ) -> Any:
+        """Compute step by step, without dropout, and report what each weight multiplies.
 
-        torch's kernels show neither hidden states nor gates; here every product of a weight is a
-        tensor of its own, which can be differentiated by. Of packed sequences only what is seen
-        counts: None is returned.
+        torch's kernels return neither all hidden states nor gates; this way each product of a
+        weight is a tensor with a gradient. Returns the output, or None for packed sequences.
         """
-        return _Unrolled(self._engine[0], dict(self._weights()), see)(input, hx)
+        return _Unrolled(self._engine[0], dict(self._weights()), on_product)(input, hx)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all parameters that torch's layer has, factors multiplied out."""
+        """Yield all parameters of torch's layer, with products of factors."""
         yield from self._parameters.items()  # type: ignore[misc]
         for name, matrix in self._modules.items():
             yield name, matrix.weight  # type: ignore[union-attr, misc]
 
     def _can_keep_weights(self) -> bool:
-        """Return whether this is a deployed layer that runs without gradients."""
+        """Return whether this is a deployed layer in a call without gradients."""
         return (
             not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
@@ -142,7 +143,7 @@ class Recurrent(nn.Module):
         return self._ready[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": None}  # copies and files hold the factors alone
+        return {**self.__dict__, "_ready": None}  # copies and files contain only the factors
 
     def repacked(self, parts: Mapping[str, nn.Module]) -> nn.RNNBase | None:
         """Return torch's own layer over these weights, None unless all are dense."""
@@ -161,10 +162,12 @@ class Recurrent(nn.Module):
 
 
 class _Unrolled:
-    """A recurrent layer step by step over (steps, sequences, …); slow, and only to look at it."""
+    """A recurrent layer computed step by step over (steps, sequences, …), for calibration; slow."""
 
-    def __init__(self, layer: nn.RNNBase, weights: Mapping[str, Tensor], see: See) -> None:
-        self._layer, self._weights, self._see = layer, weights, see
+    def __init__(
+        self, layer: nn.RNNBase, weights: Mapping[str, Tensor], on_product: OnProduct
+    ) -> None:
+        self._layer, self._weights, self._on_product = layer, weights, on_product
 
     def __call__(self, inputs: Tensor | PackedSequence, hidden: Any) -> Any:
         layer, single = self._layer, False
@@ -196,7 +199,7 @@ class _Unrolled:
         return x, tuple(states) if isinstance(layer, nn.LSTM) else states[0]
 
     def _start(self, hidden: Any, index: int, x: Tensor, single: bool) -> tuple[Tensor, ...]:
-        """Return the states that one direction of one layer begins with."""
+        """Return the initial states of one direction of one layer."""
         if hidden is not None:
             states = hidden if isinstance(hidden, tuple) else (hidden,)
             return tuple(s[index][None] if single else s[index] for s in states)
@@ -206,29 +209,29 @@ class _Unrolled:
         return (zeros,)
 
     def _product(self, kind: str, where: str, rows: Tensor, counts: Tensor) -> Tensor:
-        """Multiply rows by a weight, and tell of those that count."""
+        """Multiply rows by a weight, and report those that are not padding."""
         name = f"weight_{kind}_{where}"
         product = F.linear(rows, self._weights[name])
-        self._see(name, rows.detach()[counts], product)
+        self._on_product(name, rows.detach()[counts], product)
         bias = self._weights.get(f"bias_{kind}_{where}")
         return product if bias is None else product + bias
 
     def _direction(
         self, x: Tensor, states: tuple[Tensor, ...], where: str, alive: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run one direction of one layer; returns its outputs and the states at the end.
+        """Run one direction of one layer; return its outputs and its last states.
 
-        `alive` (steps, sequences) says which sequences have not ended yet.
+        `alive` (steps, sequences) is True where a sequence has not ended.
         """
         from_input = self._product("ih", where, x, alive)
         steps = range(len(x))
         outputs: dict[int, Tensor] = {}
         for step in reversed(steps) if where.endswith("_reverse") else steps:
-            goes_on = alive[step]
-            gates = self._product("hh", where, states[0], goes_on)
-            new = self._step(from_input[step], gates, states, where, goes_on)
+            running = alive[step]
+            gates = self._product("hh", where, states[0], running)
+            new = self._step(from_input[step], gates, states, where, running)
             states = tuple(
-                torch.where(goes_on[:, None], now, before)
+                torch.where(running[:, None], now, before)
                 for now, before in zip(new, states, strict=True)
             )
             outputs[step] = states[0]
@@ -237,14 +240,14 @@ class _Unrolled:
     def _step(
         self, i: Tensor, h: Tensor, states: tuple[Tensor, ...], where: str, alive: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the next states from what inputs and hidden states say."""
+        """Return the next states from the products of inputs and hidden states."""
         if isinstance(self._layer, nn.LSTM):
             into, forget, cell, out = (i + h).chunk(4, -1)
             memory = forget.sigmoid() * states[1] + into.sigmoid() * cell.tanh()
-            shown = out.sigmoid() * memory.tanh()
+            output = out.sigmoid() * memory.tanh()
             if self._layer.proj_size:
-                shown = self._product("hr", where, shown, alive)
-            return shown, memory
+                output = self._product("hr", where, output, alive)
+            return output, memory
         if isinstance(self._layer, nn.GRU):
             (reset, update, new), (reset_h, update_h, new_h) = i.chunk(3, -1), h.chunk(3, -1)
             keep = (update + update_h).sigmoid()

@@ -1,4 +1,4 @@
-"""Low-rank stacks of matrices, one per expert, of which each row of the input meets one."""
+"""Low-rank stacks of matrices, one per expert; each row of the input is multiplied by one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class LowRankStack(LowRank):
     """A matrix u·v per expert; the experts are its groups, which share one rank.
 
-    One rank keeps the factors of all experts in two tensors, as the dense weights are in one, so
-    that they train, shrink and are stored as any other layer's.
+    With one rank for all, the factors of all experts are two tensors, which train, shrink and are
+    stored as those of any other layer.
     """
 
     kind = "Experts"
@@ -63,7 +63,7 @@ class LowRankStack(LowRank):
     def _by_expert(self, rows: Tensor, experts: Tensor) -> Rows:
         return torch.split(rows, experts.bincount(minlength=self.groups).tolist())
 
-    # Every row meets the matrix of one expert alone.
+    # every row is multiplied by the matrix of one expert
 
     def macs(self, positions: int, rank: int | None = None) -> int:
         return positions * self.weights(rank) // self.groups

@@ -1,8 +1,7 @@
 """Factorization of dense weights by truncated SVD.
 
-All work is done on the shorter side of a matrix W: its leading left singular directions Q are found
-there, and the other factor is what they make of the weight, QᵀW. Then Q·(QᵀW) is W at full rank
-however small the singular values are, and nothing of the longer side is ever decomposed.
+Only the shorter side of a matrix W is decomposed: it gives the leading left singular directions Q,
+and the other factor is QᵀW. Then Q·(QᵀW) is W at full rank, however small the singular values are.
 """
 
 from __future__ import annotations
@@ -10,18 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# A singular value below this part of the largest is what rounding leaves of zero.
+# A singular value below this part of the largest is a rounding error of zero.
 _NEGLIGIBLE = {torch.float32: 4e-7, torch.float64: 1e-13}
 
-_SCALARS_AT_ONCE = 2**22  # of matrices that are decomposed together: more only takes memory
-_COLUMNS_AT_ONCE = 2048  # of what is taken to float64
+_SCALARS_AT_ONCE = 2**22  # in one batch of matrices: larger batches only take memory
+_COLUMNS_AT_ONCE = 2048  # converted to float64
 _ROWS_AT_ONCE = 256
-_GRAM_BLOCKS = 8  # of rows; only blocks on and below the diagonal are computed
+_GRAM_BLOCKS = 8  # in each dimension; only those on and below the diagonal are computed
 
 # A sketch finds a few leading directions alone. With these numbers its approximation of the weight
 # is at most 1 % worse than the best, on random matrices, whose spectrum is the hardest.
-_SKETCH_SIDE = 1024  # of the smallest matrix that is worth it
-_SKETCH_SHARE = 1 / 8  # of the side that the rank is at most
+_SKETCH_SIDE = 1024  # the shorter side of the smallest matrix that is sketched
+_SKETCH_SHARE = 1 / 8  # the largest rank that is sketched, as a share of that side
 _SKETCH_ROUNDS = 4
 
 
@@ -56,7 +55,7 @@ def svd_factors(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _leading_directions(matrices: Tensor, rank: int) -> Tensor:
-    """Return the first left singular vectors of matrices that are not taller than wide."""
+    """Return the first left singular vectors of matrices with m ≤ n."""
     side = matrices.shape[1]
     if matrices.dtype == torch.float64:  # squaring would cost half of its digits
         triangle = torch.linalg.qr(matrices.mT, mode="r").R.mT
@@ -74,7 +73,7 @@ def leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
 
 
 def _gram(matrices: Tensor) -> Tensor:
-    """Return W·Wᵀ in float64, of which the upper triangle is undefined."""
+    """Return W·Wᵀ in float64; its upper triangle is undefined."""
     groups, m, _ = matrices.shape
     gram = matrices.new_zeros(groups, m, m, dtype=torch.float64)
     step = -(-m // _GRAM_BLOCKS)
@@ -91,16 +90,17 @@ def _sketched_directions(matrices: Tensor, rank: int) -> Tensor:
     groups, side, _ = matrices.shape
     basis = _random_like(matrices, groups, side, rank + rank // 4 + 16)
     for _ in range(_SKETCH_ROUNDS):
-        seen = torch.linalg.qr(matrices.mT @ basis).Q  # else small singular values would drown
-        basis = torch.linalg.qr(matrices @ seen).Q
+        rows = torch.linalg.qr(matrices.mT @ basis).Q  # or rounding hides small singular values
+        basis = torch.linalg.qr(matrices @ rows).Q
     vectors: Tensor = torch.linalg.eigh(_gram(basis.mT @ matrices)).eigenvectors
     return basis @ vectors[:, :, -rank:].flip(-1).to(basis.dtype)
 
 
 def balance(left: Tensor, right: Tensor) -> None:
-    """Give √S to each side, in place, and a free direction to each rank without singular value.
+    """Multiply √S into each side, in place, and fill ranks without singular value.
 
-    `left` comes with columns of length 1, so that the rows of `right` are as long as S says.
+    The columns of `left` must have length 1, so that the lengths of the rows of `right` are S. A
+    rank without singular value gets a free direction.
     """
     rows = torch.split(right, _ROWS_AT_ONCE, dim=1)  # to float64, as squares of tiny numbers need
     values = torch.cat([torch.linalg.vector_norm(r, dim=2, dtype=torch.float64) for r in rows], 1)

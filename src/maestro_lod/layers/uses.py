@@ -1,4 +1,4 @@
-"""Uses of factors: by their own low-rank layer, or by a head that shares them."""
+"""Uses of factors: by their low-rank layer, or by a head that shares them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class FactorUse:
     """One module that multiplies by the factors of a low-rank layer."""
 
     name: str
-    """Of the module that says what it costs."""
+    """The name of the module that knows the cost."""
     owner: str
-    """The low-rank layer whose factors they are."""
+    """The low-rank layer that has the factors."""
     costs: FactorUser
     caller: str
-    """The module whose inputs say at how many positions."""
+    """The module whose inputs determine the number of positions."""
     positions_of: Callable[..., int]
 
     @property
@@ -57,7 +57,7 @@ def factor_uses(model: nn.Module) -> list[FactorUse]:
     uses = []
     for name, module in modules.items():
         if isinstance(module, SharedHead):
-            if id(module.embedding) in name_of:  # it may be outside of the part that is given
+            if id(module.embedding) in name_of:  # it may be outside of this part of the model
                 owner = name_of[id(module.embedding)]
                 uses.append(FactorUse(name, owner, module, name, module.positions_of))
         elif isinstance(module, LowRank):

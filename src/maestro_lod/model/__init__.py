@@ -1,1 +1,1 @@
-"""A whole model: what can be read of it and changed in it."""
+"""Analysis, surgery, cost and files of whole models."""

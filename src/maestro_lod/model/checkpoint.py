@@ -1,9 +1,9 @@
-"""Models in safetensors files, no pickle: one file with every size, or one size alone.
+"""Models in safetensors files without pickle: one file with every size, or with one.
 
 `save` stores both factors rank-major, (rank, …), so the first ranks of a layer are the first bytes
-of its tensors, and a smaller model is read without touching the rest. `save_plain` stores an
-extracted model. The header says which layers are not the dense model's; tensors that share memory
-are stored once. `load` reads both.
+of its tensors, and a smaller model is read without the rest. `save_plain` stores an extracted
+model. The header lists the layers that differ from the dense model; tensors that share memory are
+stored once. `load` reads both.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def save(
 ) -> None:
     """Write a low-rank model to one safetensors file that holds every size; atomic.
 
-    A model that is sharded over processes is saved by all of them at once: the first one writes.
+    All processes of a sharded model must call this; the first one writes.
 
     Args:
         model: A decomposed model.
@@ -98,15 +98,15 @@ def require_ordered(model: nn.Module) -> dict[str, LowRank]:
     if unordered := [name for name, layer in layers.items() if layer.identity_factor is not None]:
         raise CheckpointError(
             f"{listed(unordered)} are still trained as dense weights: their ranks have no order "
-            "that a file of every size could hold. Train until the first part of the run is "
-            "over, or land on the budget now (LoD.land); a checkpoint to go on from is "
-            "model.state_dict() with LoD's own."
+            "yet, which a file of every size needs. Continue the training until the ranks are "
+            "ordered, or call apply_budget() of the training now. To resume later, save "
+            "model.state_dict() and the state_dict() of the training."
         )
     return layers
 
 
 def save_plain(model: nn.Module, path: Path) -> None:
-    """Write an extracted model: its tensors, and which of its layers are two; atomic."""
+    """Write an extracted model: its tensors, and the list of its factored layers; atomic."""
     tensors, aliases = distinct(model.state_dict())
     write_tensors(tensors, plain_metadata(model, aliases), path)
 
@@ -166,7 +166,7 @@ def load(
             the best size within them, if the file was saved with a frontier.
 
     Returns:
-        The model, or what a bare layer became.
+        The model; for a bare layer, its replacement.
 
     Raises:
         CheckpointError: If the file is damaged, or holds another model.
@@ -179,11 +179,11 @@ def load(
     path = Path(path)
     with opened_file(path, verify=verify) as file:
         if file.metadata.get("format") == PLAIN and (ranks is not None or limits):
-            raise OptionError(f"{path} holds one size, that of its export: leave ranks out.")
+            raise OptionError(f"{path} holds one size. Call load without ranks and limits.")
         if limits:
             ranks = _ranks_within(file.metadata, path, ranks, limits)
-        contents = read_header(file, path, unwrapped(into))
-        loaded = _load(contents, file, path, unwrapped(into), ranks)
+        header = read_header(file, path, unwrapped(into))
+        loaded = _load(header, file, path, unwrapped(into), ranks)
         return into if loaded is unwrapped(into) else cast("Model", loaded)
 
 
@@ -195,61 +195,61 @@ def _ranks_within(
         if limit not in LIMITS:
             raise OptionError(f"load has no option {limit!r}.{suggest(limit, LIMITS)}")
     if ranks is not None:
-        raise OptionError(f"give ranks= or limits ({listed(limits)}), not both.")
+        raise OptionError(f"load got ranks= and limits ({listed(limits)}). Give one of them.")
     text = metadata.get("frontier")
     if text is None:
         raise CheckpointError(
-            f"{path} holds no frontier to choose a size from. Give ranks=, or save it with one: "
+            f"{path} has no frontier for choosing a size. Give ranks=, or save it with one: "
             "save(model, path, frontier=frontier(model, …))."
         )
     return Frontier.from_json(text, path).pick(**limits)
 
 
 def _load(
-    contents: CheckpointHeader, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
+    header: CheckpointHeader, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
 ) -> nn.Module:
     if any(t.is_meta for t in (*into.parameters(), *into.buffers())):
         raise CheckpointError(
-            f"{path} cannot be loaded into a model on the meta device, which has no memory. Call "
+            f"{path} cannot be loaded into a model on the meta device, which has no values. Call "
             "model.to_empty(device=…) first."
         )
     if shard_group(into) is not None:
-        _load_shards(contents, file, path, into, ranks)
+        _load_shards(header, file, path, into, ranks)
         return into
-    # a rehearsal on a copy without memory: torch's own checks, and nothing half-loaded
+    # a rehearsal on a meta copy runs torch's checks before the model is changed
     rehearsal = copy_on_meta(into)
     try:
-        rehearsal = restructure(rehearsal, contents.structure, fill=uninitialized)
+        rehearsal = restructure(rehearsal, header.structure, fill=uninitialized)
     except LayerError as error:
         raise CheckpointError(f"{path} is of another model: {error}") from None
-    stored = contents.ranks
+    stored = header.ranks
     full = {name: (stored[name], m.full_rank) for name, m in low_rank_layers(rehearsal).items()}
     chosen = stored | (resolve(ranks, full) if ranks is not None else {})
-    state = _state(contents, file, chosen)
-    _require_fit(rehearsal, contents, state, path)
-    model = restructure(into, contents.structure, fill=uninitialized)
+    state = _state(header, file, chosen)
+    _require_fit(rehearsal, header, state, path)
+    model = restructure(into, header.structure, fill=uninitialized)
     match_ranks(model, state)
     model.load_state_dict(_with_versions(state, model))
     for name, layer in low_rank_layers(model).items():
-        layer.dense_only |= name in contents.dense_only
-    if contents.types is not None:
-        for alias, first in contents.aliases.items():
+        layer.dense_only |= name in header.dense_only
+    if header.types is not None:
+        for alias, first in header.aliases.items():
             _tie(model, alias, first)
     return model
 
 
 def _load_shards(
-    contents: CheckpointHeader, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
+    header: CheckpointHeader, file: TensorFile, path: Path, into: nn.Module, ranks: Ranks | None
 ) -> None:
-    """Load into a model that is sharded over processes, each of which calls this."""
-    stored, layers = contents.ranks, low_rank_layers(into)
+    """Load into a model that is sharded over processes, which all call this."""
+    stored, layers = header.ranks, low_rank_layers(into)
     full = {name: (rank, layers[name].full_rank) for name, rank in stored.items() if name in layers}
     chosen = stored | (resolve(ranks, full) if ranks is not None else {})
-    first = contents.aliases
+    aliases = header.aliases
     factors = {f"{n}.{f}".lstrip("."): (chosen[n], f) for n in chosen for f in "uv"}
 
     def read(key: str, rows: range | None) -> Tensor:
-        key = first.get(key, key)
+        key = aliases.get(key, key)
         rank, factor = factors.get(key, (None, ""))
         value = file.read(key, rank if rows is None else rows)
         return value.transpose(0, 1) if factor == "u" else value
@@ -260,36 +260,36 @@ def _load_shards(
             shapes[key][0] = rank
             if factor == "u":
                 shapes[key][:2] = reversed(shapes[key][:2])
-    shapes |= {alias: shapes[key] for alias, key in first.items()}
+    shapes |= {alias: shapes[key] for alias, key in aliases.items()}
     fill_shards(into, chosen, shapes, read, path)
 
 
 def _state(
-    contents: CheckpointHeader, file: TensorFile, ranks: Mapping[str, int]
+    header: CheckpointHeader, file: TensorFile, ranks: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Read the tensors of a file, of low-rank layers only the ranks asked for."""
+    """Read the tensors of a file; of low-rank layers only these ranks."""
     rows = {f"{n}.{f}".lstrip("."): ranks[n] for n in ranks for f in "uv"}
     state = {}
     for key in file.shapes:
         value = file.read(key, rows.get(key))
         is_u = key in rows and key.rpartition(".")[2] == "u"
         state[key] = value.transpose(0, 1) if is_u else value
-    return state | {alias: state[key] for alias, key in contents.aliases.items()}
+    return state | {alias: state[key] for alias, key in header.aliases.items()}
 
 
 def _with_versions(state: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
-    """Say of which version each module's tensors are, without which some refuse to load."""
+    """Add the versions of the modules' states, which some modules check when they load."""
     versioned = OrderedDict(state)
     versioned._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
     return versioned
 
 
 def _require_fit(
-    rehearsal: nn.Module, contents: CheckpointHeader, state: Mapping[str, Tensor], path: Path
+    rehearsal: nn.Module, header: CheckpointHeader, state: Mapping[str, Tensor], path: Path
 ) -> None:
-    """Refuse a file with other tensors, shapes, types or ties than a model on the meta device."""
-    if contents.types is not None:
-        _require_same_types(rehearsal, contents, state, path)
+    """Raise CheckpointError if tensors, shapes, types or ties differ from those of the model."""
+    if header.types is not None:
+        _require_same_types(rehearsal, header, state, path)
     _require_precision(rehearsal, state, path)
     try:
         empty = {key: value.to("meta") for key, value in state.items()}
@@ -300,49 +300,51 @@ def _require_fit(
 
 
 def _require_precision(rehearsal: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
-    """Refuse to round what is stored; a wider type than the file's holds the same numbers."""
+    """Raise CheckpointError if the model's dtypes would round the stored numbers."""
     for key, value in rehearsal.state_dict().items():
         stored = state[key].dtype if key in state and isinstance(value, Tensor) else None
         if stored is not None and torch.promote_types(stored, value.dtype) != value.dtype:
             raise CheckpointError(
-                f"{path} holds {key} as {stored}, which {value.dtype}, the model's type, would "
-                f"round. Load it into a model of {stored}, and convert that: model.to(…)."
+                f"{path} holds {key} as {stored}, which the model's {value.dtype} would round. "
+                f"Load it into a model of {stored}, then convert the model: model.to(…)."
             )
 
 
 def _require_same_types(
-    rehearsal: nn.Module, contents: CheckpointHeader, state: Mapping[str, Tensor], path: Path
+    rehearsal: nn.Module, header: CheckpointHeader, state: Mapping[str, Tensor], path: Path
 ) -> None:
-    assert contents.types is not None
-    here = {name: type(module).__name__ for name, module in with_parameters(rehearsal)}
-    if unknown := [name for name in contents.types if name not in here]:
+    assert header.types is not None
+    types = {name: type(module).__name__ for name, module in with_parameters(rehearsal)}
+    if unknown := [name for name in header.types if name not in types]:
         raise CheckpointError(
-            f"{path} is of another model: it has {listed(unknown)}, which "
-            f"{type(rehearsal).__name__} has not.{suggest(unknown[0], here)}"
+            f"{path} is of another model: {type(rehearsal).__name__} does not have its "
+            f"{listed(unknown)}.{suggest(unknown[0], types)} Load it into the model that was saved."
         )
-    for name, kind in here.items():
-        there = contents.types.get(name, "missing")
-        if there != kind:
+    for name, kind in types.items():
+        stored = header.types.get(name, "missing")
+        if stored != kind:
             raise CheckpointError(
-                f"{path} is of another model: {name or 'the model itself'} is a {kind} here and "
-                f"{there if there == 'missing' else f'a {there}'} there."
+                f"{path} is of another model: {name or 'the model itself'} is a {kind} in the "
+                f"model and {stored if stored == 'missing' else f'a {stored}'} in the file. Load "
+                "it into the model that was saved."
             )
-    own, first = rehearsal.state_dict(keep_vars=True), dict[int, str]()
-    for key, value in own.items():
+    first = dict[int, str]()
+    for key, value in rehearsal.state_dict(keep_vars=True).items():
         if key in state and isinstance(value, Tensor) and state[key].dtype != value.dtype:
             raise CheckpointError(
                 f"{path} holds {key} as {state[key].dtype}, the model as {value.dtype}. Convert "
                 f"the model first: model.to({state[key].dtype})."
             )
         other = first.setdefault(id(value), key)
-        if contents.aliases.get(key, key) != contents.aliases.get(other, other):
+        if header.aliases.get(key, key) != header.aliases.get(other, other):
             raise CheckpointError(
-                f"{path} is of another model: {other} and {key} are tied here and not there."
+                f"{path} is of another model: {other} and {key} are tied in the model, but not in "
+                "the file. Load it into the model that was saved."
             )
 
 
 def _tie(model: nn.Module, alias: str, first: str) -> None:
-    """Let one parameter or buffer be another."""
+    """Replace one parameter or buffer with another."""
     owner, _, name = first.rpartition(".")
     tensor: Any = getattr(model.get_submodule(owner), name)
     owner, _, name = alias.rpartition(".")

@@ -18,7 +18,7 @@ from maestro_lod.layers.registry import low_rank_type, unpacked_type
 from maestro_lod.model.structure import UNPACKED, Form, Structure, structure_of, uninitialized
 
 ELASTIC, PLAIN, _VERSION = "maestro-lod", "maestro-lod plain", 1
-"""The formats: one file with every size, and one size alone."""
+"""The formats: one file with every size, or with one."""
 _HEADER: dict[str, Shape] = {
     "ranks": {str: int}, "opened": [str], "heads": {str: str}, "aliases": {str: str},
     "dense_only": [str],
@@ -33,13 +33,13 @@ def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, 
     except LayerError as error:
         raise CheckpointError(str(error)) from None
 
-    def of_kind(kind: str) -> dict[str, Form]:
+    def select(kind: str) -> dict[str, Form]:
         return {name: form for name, form in structure.items() if form.kind == kind}
 
     header = {
-        "ranks": {name: form.rank for name, form in of_kind("low-rank").items()},
-        "opened": list(of_kind("unpacked")),
-        "heads": {name: form.factors_of for name, form in of_kind("shared").items()},
+        "ranks": {name: form.rank for name, form in select("low-rank").items()},
+        "opened": list(select("unpacked")),
+        "heads": {name: form.factors_of for name, form in select("shared").items()},
         "aliases": aliases,
         "dense_only": [n for n, layer in low_rank_layers(model).items() if layer.dense_only],
     }
@@ -56,9 +56,12 @@ def plain_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, st
 
 
 def with_parameters(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that hold parameters of their own, by name."""
-    own = [(name, m, m._parameters.values()) for name, m in model.named_modules()]
-    return [(name, m) for name, m, values in own if any(p is not None for p in values)]
+    """Return the modules that hold parameters directly, by name."""
+    return [
+        (name, m)
+        for name, m in model.named_modules()
+        if any(p is not None for p in m._parameters.values())
+    ]
 
 
 def _factored_ranks(model: nn.Module) -> dict[str, int]:
@@ -66,10 +69,10 @@ def _factored_ranks(model: nn.Module) -> dict[str, int]:
 
 
 def _factored_rank(module: nn.Module) -> int | None:
-    """Return the rank of plain layers that `extract` may have made of one, else None."""
-    own = module._parameters
-    if set(own) == {"u", "v"} and own["v"] is not None:  # the weight of an opened layer
-        return own["v"].shape[0]
+    """Return the rank of a factored layer as `extract` makes it, None for other modules."""
+    parameters = module._parameters
+    if set(parameters) == {"u", "v"} and parameters["v"] is not None:  # in an unpacked layer
+        return parameters["v"].shape[0]
     if not isinstance(module, nn.Sequential) or len(module) != 2:
         return None
     first, second = module
@@ -87,11 +90,11 @@ class CheckpointHeader:
 
     structure: Structure
     aliases: dict[str, str]
-    """Tensors that are the same as another one, which alone is stored."""
+    """The names of tensors that are stored under another name, with that name."""
     types: dict[str, str] | None = None
-    """Of a plain file: the type of every module that holds parameters."""
+    """The type of every module that holds parameters; only in plain files."""
     dense_only: tuple[str, ...] = ()
-    """Layers that only their dense form can replace, because of how they are called."""
+    """The layers that only a dense layer can replace, because of how they are called."""
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -100,7 +103,7 @@ class CheckpointHeader:
 
 
 def read_header(file: TensorFile, path: Path, into: nn.Module) -> CheckpointHeader:
-    """Read the header of a file, or refuse it."""
+    """Read the header of a file; raise CheckpointError if it is not a model's."""
     metadata = file.metadata
     if metadata.get("format") not in (ELASTIC, PLAIN):
         raise CheckpointError(
@@ -117,7 +120,9 @@ def read_header(file: TensorFile, path: Path, into: nn.Module) -> CheckpointHead
             return _plain_header(metadata, file.shapes, path, into)
         return _elastic_header(metadata, file.shapes)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the header of {path} is damaged ({error!r}).") from error
+        raise CheckpointError(
+            f"the header of {path} is damaged ({error!r}). Use another copy."
+        ) from error
 
 
 def _elastic_header(
@@ -132,14 +137,14 @@ def _elastic_header(
         and all(first in shapes for first in aliases.values())
         and all(embedding in ranks for embedding in heads.values())
     ):
-        raise ValueError("ranks, heads and aliases do not belong together")
+        raise ValueError("ranks, heads and aliases contradict each other")
     for name, rank in ranks.items():
         for factor in (f"{name}.u".lstrip("."), f"{name}.v".lstrip(".")):
             shape = shapes.get(
                 aliases.get(factor, factor), (rank, 0)
-            )  # what is missing shows later
+            )  # missing tensors are reported later
             if len(shape) < 2 or shape[0] != rank:
-                raise ValueError(f"{factor} is of shape {shape}, not of rank {rank}")
+                raise ValueError(f"{factor} has shape {shape}, not rank {rank}")
     structure = {
         **dict.fromkeys(opened, UNPACKED),
         **{name: Form("low-rank", rank) for name, rank in ranks.items()},
@@ -159,7 +164,8 @@ def _plain_header(
         raise ValueError("a shared tensor is missing")
     if low_rank_layers(into):
         raise CheckpointError(
-            f"{type(into).__name__} is decomposed. Load {path} into the dense model."
+            f"{path} holds one size, but {type(into).__name__} is decomposed. Load it into the "
+            "dense model."
         )
     return CheckpointHeader(_plain_structure(types, ranks, into), dict(aliases), types)
 
@@ -182,8 +188,8 @@ def _plain_structure(
         if structure.get(above) == UNPACKED or low_rank_type(type(modules.get(name))) is not None:
             structure[name] = Form("factored", rank)
     for name, module in modules.items():  # a layer of another library may have become torch's
-        there, kind = types.get(name, type(module).__name__), low_rank_type(type(module))
-        if kind is not None and there != type(module).__name__:
+        stored, kind = types.get(name, type(module).__name__), low_rank_type(type(module))
+        if kind is not None and stored != type(module).__name__:
             plain = uninitialized(name, module, 1).plain("dense")
-            structure |= {name: Form("dense")} if type(plain).__name__ == there else {}
+            structure |= {name: Form("dense")} if type(plain).__name__ == stored else {}
     return structure

@@ -1,7 +1,7 @@
-"""What a model costs: the only place that counts parameters, MACs and bytes of its forms.
+"""Costs: parameters, MACs and bytes of a model in each of its forms.
 
-What a size is said to cost and what `extract` makes of it cannot differ: both ask `better_forms`
-in which plain form each layer is deployed.
+The cost of a size is that of its extracted model: `better_forms` chooses the plain form of each
+layer for both.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from maestro_lod.model.macs import DenseMacs, dense_macs
 from maestro_lod.text import Table, Tabular
 
 Macs = TypeVar("Macs", bound="int | None")
-"""A count of MACs, or None where no example of the input was given."""
+"""A count of MACs, or None without an example input."""
 
 
 class Chooser(Protocol):
-    """Anything that says which form of a layer is better at a rank; `latency` returns one."""
+    """A chooser of the better form of a layer at a rank; `latency` returns one."""
 
     def choose(self, name: str, rank: int) -> PlainForm:
         """Return the better form of the layer of this name at this rank."""
 
 
 By: TypeAlias = Literal["params", "macs"] | Mapping[str, PlainForm] | Chooser
-"""By what the form of each layer is chosen; a mapping says it layer by layer."""
+"""The criterion for the form of each layer; a mapping names the forms."""
 
 
 def better_forms(
     model: nn.Module, ranks: Mapping[str, int], by: By = "params", *, copied: bool = True
 ) -> dict[str, PlainForm]:
-    """Return the form that is better for each low-rank layer at these ranks.
+    """Return the better form of each low-rank layer at these ranks.
 
-    The factors where they have no more "params" (or "macs"; if as many, no more params). Those that
-    plain layers hold twice count twice, unless layers are not `copied` to plain ones.
+    A layer is factored if its factors do not have more "params" (or "macs"; if equal, params).
+    Scalars that plain layers store twice count twice, unless layers are not `copied` to plain ones.
     """
     if by not in ("params", "macs") and not isinstance(by, Mapping) and not hasattr(by, "choose"):
         raise OptionError(
-            f"by={by!r} is not known. Choose 'params' or 'macs', or give what was measured: "
+            f"by={by!r} is not known. Choose 'params' or 'macs', or give measured times: "
             "by=lod.latency(model, example)."
         )
     layers = _deployed_layers(model)
     if isinstance(by, str):
         return {n: layers[n].better_form(rank, by, copied) for n, rank in ranks.items()}
     if isinstance(by, Mapping) and (
-        unsaid := [n for n in ranks if by.get(n) not in ("dense", "factored")]
+        missing := [n for n in ranks if by.get(n) not in ("dense", "factored")]
     ):
-        raise OptionError(f"by= has to say 'dense' or 'factored' for {listed(unsaid)} too.")
+        raise OptionError(f"by= lacks 'dense' or 'factored' for {listed(missing)}. Add them.")
     choose = (lambda name, _: by[name]) if isinstance(by, Mapping) else by.choose
     return {
         name: "dense" if layers[name].layer.dense_only else choose(name, rank)
@@ -65,7 +65,7 @@ def better_forms(
 
 @dataclass(frozen=True)
 class Cost:
-    """What a deployed model, or a layer of it, costs; MACs are None if they were not counted."""
+    """The cost of a deployed model or layer; MACs are None if they were not counted."""
 
     params: int
     macs: int | None
@@ -81,7 +81,7 @@ class Cost:
 
 
 class Costs:
-    """What a low-rank model costs at any ranks, deployed: as `extract` leaves it."""
+    """The costs of a low-rank model at any ranks, as extracted by `extract`."""
 
     def __init__(self, model: nn.Module, macs: DenseMacs | None) -> None:
         model = unwrapped(model)
@@ -96,12 +96,12 @@ class Costs:
             macs=None if macs is None else macs.total - sum(cost.macs or 0 for cost in dense),
             bytes=size - sum(layer.weights() * layer.u.element_size() for layer in factors),
         )
-        """All that is not low-rank."""
+        """The cost of everything except the low-rank layers."""
         self.dense = sum(dense, self.rest)
         """The cost of the dense model."""
 
     def layer(self, name: str, rank: int, form: PlainForm | None = None) -> Cost:
-        """Return what one layer costs at a rank, in a form or in the one with fewer params."""
+        """Return the cost of a layer at a rank, in a form or in the one with fewer params."""
         key = name, rank, form
         if key not in self._known:
             each = self._layers[name]
@@ -112,7 +112,7 @@ class Costs:
         return self._known[key]
 
     def at(self, ranks: Mapping[str, int], forms: Mapping[str, PlainForm] | None = None) -> Cost:
-        """Return what the model costs at these ranks, in these forms or in those of `extract`."""
+        """Return the cost of the model at these ranks, in these forms or in those of `extract`."""
         forms = forms or {}
         layers = (self.layer(name, rank, forms.get(name)) for name, rank in ranks.items())
         return sum(layers, self.rest)
@@ -120,7 +120,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class _DeployedLayer:
-    """A low-rank layer with all that multiplies by its factors."""
+    """A low-rank layer with all uses of its factors."""
 
     layer: LowRank
     uses: tuple[FactorUse, ...]
@@ -158,14 +158,14 @@ def count_params(model: nn.Module) -> int:
 
 
 def cost_of(plain: nn.Module, example: Example) -> Cost:
-    """Count what a plain model costs, from the model itself."""
+    """Return the cost of a plain model, counted on the model itself."""
     counted = summary(plain, example)
     size = sum(t.nbytes for t in (*plain.parameters(), *plain.buffers()))
     return Cost(counted.params, counted.macs, size)
 
 
 def count_bits(model: nn.Module, params: int | None = None) -> int:
-    """Count the bits of all parameters, or of as many as a plain form of the model has."""
+    """Count the bits of all parameters, scaled to `params` parameters if given."""
     bits = sum(8 * p.nbytes for p in model.parameters())
     return bits if params is None else bits * params // max(count_params(model), 1)
 
@@ -184,17 +184,17 @@ class LayerCost(Generic[Macs]):
     dense_params: int
     dense_macs: Macs
     form: str
-    """What `fuse` and `extract` choose for the layer: "dense" or "factored"."""
+    """The form that `fuse` and `extract` choose: "dense" or "factored"."""
     fused_params: int
     fused_macs: Macs
-    """In that form; torch's recurrent layers multiply their factors out first."""
+    """MACs in that form; torch's recurrent layers multiply their factors first."""
 
 
 @dataclass(frozen=True)
 class Summary(Tabular, Generic[Macs]):
-    """The cost of a model: as it stands, fused (as `extract` gives it), and dense.
+    """The cost of a model: in its current form, fused (or extracted), and dense.
 
-    MACs are None where no example of the input was given.
+    MACs are None without an example input.
     """
 
     layers: tuple[LayerCost[Macs], ...]
@@ -249,10 +249,23 @@ def summary(model: nn.Module, example: Example) -> Summary[int]: ...
 
 
 def summary(model: nn.Module, example: Example | None = None) -> Summary[Any]:
-    """Count parameters and MACs of a model and its layers, on an example input; changes nothing.
+    """Count the parameters and MACs of a model and its layers; changes nothing.
 
-    MACs are those of the whole example, so give it batch size 1 for MACs per sample. Without an
-    example only parameters are counted.
+    Args:
+        model: A dense or decomposed model.
+        example: An input, a tuple of arguments or a mapping of keyword arguments, for counting
+            MACs. They are those of the whole example: use batch size 1 for MACs per sample.
+
+    Returns:
+        The summary: data, and a table when printed. Without an example its MACs are None.
+
+    Raises:
+        LayerError: If the model does not run on the example.
+        OptionError: If the example is not an input.
+
+    Example:
+        >>> lod.summary(nn.Linear(64, 32), torch.zeros(1, 64)).macs
+        2048
     """
     model = unwrapped(model)
     if example is None:
@@ -270,7 +283,9 @@ def _summary(model: nn.Module, macs: DenseMacs) -> Summary[int]:
     rest = count_params(model) - sum(row.params for row in rows)
     if rest > 0:
         rows.append(LayerCost("", "other", (), None, None, rest, 0, rest, 0, "dense", rest, 0))
-    changed = macs.total - sum(row.dense_macs for row in rows)  # of modules that are not listed
+    changed = macs.total - sum(
+        row.dense_macs for row in rows
+    )  # MACs of modules that are not listed
     return Summary(
         layers=tuple(rows),
         params=sum(row.params for row in rows),
@@ -285,7 +300,7 @@ def _summary(model: nn.Module, macs: DenseMacs) -> Summary[int]:
 def _rows(model: nn.Module, macs: DenseMacs) -> Iterator[LayerCost[int]]:
     layers = _deployed_layers(model) if low_rank_layers(model) else {}
     uses = {use.name: use for each in layers.values() for use in each.uses}
-    seen: set[nn.Parameter] = set()  # shared ones count where they come first
+    seen: set[nn.Parameter] = set()  # shared ones count at their first place
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None]
         count = sum(p.numel() for p in own if p not in seen)
@@ -306,7 +321,7 @@ def _low_rank_row(
 ) -> LayerCost[int]:
     layer, positions = each.layer, macs.positions[name]
     form = each.better_form(layer.rank)
-    # of a shared head, the factors are the embedding's parameters
+    # the factors of a shared head are parameters of the embedding
     others = params if use.head else params - layer.weights()
     dense = 0 if use.head else layer.dense_weights
     if use.head:

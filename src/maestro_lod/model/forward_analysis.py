@@ -1,6 +1,6 @@
-"""Static analysis of forwards: which layers' weights does a module's code read directly?
+"""Static analysis of forwards: the layers whose weights a module's code reads directly.
 
-Such code takes a dense weight for granted: a fused kernel, or a check of its dtype.
+Such code needs a dense weight, for instance for a fused kernel or a check of its dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 _WEIGHTS = ("weight", "all_weights", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _PREFIXES = ("weight_ih", "weight_hh", "weight_hr", "in_proj_")
-"""How the weights of a plain layer, a recurrent one, and attention are called."""
+"""The names of weights in plain layers, recurrent layers and attention."""
 
 
 Path: TypeAlias = tuple[str, ...]
@@ -28,10 +28,10 @@ class WeightReads(NamedTuple):
     weights: frozenset[Path] = frozenset()
     """The submodules whose weights are read."""
     arguments: frozenset[str | int] = frozenset()
-    """The parameters of forward whose weights are read, by name and by place."""
+    """The parameters of forward whose weights are read, by name and by position."""
     passed: frozenset[tuple[Path, str | int, Path]] = frozenset()
-    """Submodules that others are called with: who is called, the argument, what it is. The
-    argument is a name, or a place among the positional ones."""
+    """The submodules that are passed to others: the callee, the argument (a name or a position),
+    and the submodule."""
     used: frozenset[str] = frozenset()
     """The attributes of self that are used."""
     calls: frozenset[tuple[Path, str]] = frozenset()
@@ -40,26 +40,26 @@ class WeightReads(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def analyze_forward(kind: type, methods: frozenset[str] = frozenset()) -> WeightReads:
-    """Return what a class reads in its forward and in these methods, or in what those use.
+    """Return what a class reads in its forward, in these methods, and in methods that they use.
 
-    Properties count too, since others use them. torch's own transformer layers read weights in a
-    fast path that is switched off instead.
+    Properties count too, since other classes use them. torch's transformer layers are left out:
+    they read weights in a fast path, which is switched off instead.
     """
     properties = [n for base in kind.__mro__ for n, v in vars(base).items() if _is_property(v)]
-    waiting, known, found = ["forward", *methods, *properties], set(), WeightReads()
+    waiting, known, reads = ["forward", *methods, *properties], set(), WeightReads()
     while waiting:
         if (name := waiting.pop()) not in known:
             known.add(name)
             for function in _run_by(kind, name):
-                read = _reading_in(function)
+                read = _direct_reads(function)
                 waiting += read.used
-                found = WeightReads(
-                    found.weights | read.weights,
-                    found.arguments | read.arguments if name == "forward" else found.arguments,
-                    found.passed | read.passed,
-                    calls=found.calls | read.calls,
+                reads = WeightReads(
+                    reads.weights | read.weights,
+                    reads.arguments | read.arguments if name == "forward" else reads.arguments,
+                    reads.passed | read.passed,
+                    calls=reads.calls | read.calls,
                 )
-    return found
+    return reads
 
 
 def _is_property(member: object) -> bool:
@@ -83,7 +83,7 @@ def _run_by(kind: type, name: str) -> Iterator[types.FunctionType]:
 
 
 @functools.lru_cache(maxsize=8192)
-def _reading_in(method: Callable[..., object]) -> WeightReads:
+def _direct_reads(method: Callable[..., object]) -> WeightReads:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
         this, *parameters = inspect.signature(method).parameters
@@ -113,12 +113,12 @@ def _reading_in(method: Callable[..., object]) -> WeightReads:
 
 
 class _Names:
-    """The modules that the names in a method stand for, wherever in it they are bound."""
+    """The modules that the names in a method may refer to, wherever they are bound."""
 
     def __init__(self, tree: ast.AST, parameters: list[str]) -> None:
         self._bound: dict[str, set[Path]] = {name: {(name,)} for name in parameters}
         nodes = list(ast.walk(tree))
-        for node in nodes + nodes:  # twice, since a name may be made of another that comes later
+        for node in nodes + nodes:  # twice, since a name may depend on a later one
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     self._bind(target, self.paths(node.value))
@@ -133,7 +133,7 @@ class _Names:
                 self._bound[node.id] = self._bound.get(node.id, set()) | paths
 
     def paths(self, node: ast.AST) -> set[Path]:
-        """Return what `a.b[0].c` may stand for, each from a parameter of the method on."""
+        """Return the paths that `a.b[0].c` may refer to, each from a parameter of the method."""
         if isinstance(node, ast.Name):
             return self._bound.get(node.id, set())
         if isinstance(node, ast.Attribute):
@@ -146,7 +146,7 @@ class _Names:
         return set()
 
     def _items(self, node: ast.AST) -> set[Path]:
-        """Return what going through a container may give: of zip and the like, any part of it."""
+        """Return the items of an iterated container; of zip and similar calls, of any argument."""
         if isinstance(node, ast.Call):
             method = [node.func.value] if isinstance(node.func, ast.Attribute) else []
             return set[Path]().union(*map(self._items, [*method, *node.args]))
@@ -154,11 +154,11 @@ class _Names:
 
 
 def _passed_in(call: ast.Call, this: str, names: _Names) -> Iterator[tuple[Path, str | int, Path]]:
-    """Yield what a call of a submodule hands to it of the other submodules."""
-    given: list[tuple[str | int | None, ast.expr]] = [*enumerate(call.args)]
-    given += [(word.arg, word.value) for word in call.keywords]
+    """Yield the submodules that a call passes to another submodule."""
+    arguments: list[tuple[str | int | None, ast.expr]] = [*enumerate(call.args)]
+    arguments += [(word.arg, word.value) for word in call.keywords]
     for owner, *called in names.paths(call.func):
-        for argument, value in given if owner == this else ():
+        for argument, value in arguments if owner == this else ():
             for first, *path in names.paths(value):
                 if argument is not None and first == this and path:
                     yield tuple(called), argument, tuple(path)

@@ -14,7 +14,7 @@ from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.files.atomic import replacing, writing
 from maestro_lod.files.json_files import Shape, parse_json, read_json_file, require_shape
 from maestro_lod.model.inputs import require_number
-from maestro_lod.model.limits import Limit, Size, limit_of, require_limits
+from maestro_lod.model.limits import Limit, Size, make_limit, require_limits
 from maestro_lod.model.plot import svg
 from maestro_lod.text import Table, Tabular
 
@@ -28,10 +28,10 @@ _SHAPE: Shape = {"points": [_POINT], "dense": _POINT, "method": str, "cost": str
 
 @dataclass(frozen=True)
 class Frontier(Tabular, Sequence[Size]):
-    """Sizes of one model, from its own ranks down, compared with its dense form.
+    """The sizes of one model, from its stored ranks down, and the costs of its dense form.
 
-    `dense` has the costs of the dense model, and loss and accuracy of the model at its own ranks.
-    `cost` says which cost the search was to save: "macs" or "params".
+    `dense` has the costs of the dense model, and loss and accuracy of the one at its stored ranks.
+    `cost` is the cost that the search saved: "macs" or "params".
     """
 
     points: tuple[Size, ...]
@@ -60,14 +60,27 @@ class Frontier(Tabular, Sequence[Size]):
         max_latency: float | None = None,
         min_accuracy: float | None = None,
     ) -> dict[str, int]:
-        """Return the ranks of the best submodel within all limits, for `extract` or `load`.
+        """Return the ranks of the best size within all limits, for `extract` or `load`.
 
-        `max_params`, `max_macs` and `max_bytes`: an int is a number of them, a float in (0, 1] a
-        share of the dense model's. `max_latency` is always in seconds, `min_accuracy` a share.
-        Best is the smallest loss, since accuracies on a few thousand samples differ by chance; with
-        `min_accuracy` alone it is the cheapest submodel that reaches it.
+        The best size has the smallest loss, since accuracies on a few thousand samples differ by
+        chance; with `min_accuracy` alone it is the cheapest one that reaches it.
 
-        >>> small = extract(model, frontier.pick(max_macs=0.25))
+        Args:
+            max_params: The most parameters: an int is a count, a float in (0, 1] a share of the
+                dense model's.
+            max_macs: The most MACs, in the same way.
+            max_bytes: The most bytes, in the same way.
+            max_latency: The longest forward in seconds, after `with_latency`.
+            min_accuracy: The least accuracy, between 0 and 1.
+
+        Returns:
+            The rank of each low-rank layer.
+
+        Raises:
+            OptionError: If no size is within the limits, or a limit is invalid.
+
+        Example:
+            >>> small = lod.extract(model, frontier.pick(max_macs=0.25))
         """
         return dict(
             self.point(
@@ -80,49 +93,49 @@ class Frontier(Tabular, Sequence[Size]):
         )
 
     def point(self, **limits: float | None) -> Size:
-        """Return the best submodel within all limits with its costs; arguments as for `pick`."""
+        """Return the best size within all limits; arguments as for `pick`."""
         within = self.within(limits)
         if not within:
             raise OptionError(self.why_none(limits))
         return within[0]
 
     def within(self, limits: Mapping[str, float | None]) -> list[Size]:
-        """Return the submodels within all limits, best first; `limits` has arguments of `pick`."""
+        """Return the sizes within all limits, best first; `limits` has arguments of `pick`."""
         checked = self._limits(limits)
         within = [p for p in self.points if all(limit.excess(p) <= 0.0 for limit in checked)]
         if [limit.key for limit in checked] == ["accuracy"]:
-            return sorted(within, key=lambda p: (self._cost_of(p), p.loss))
-        return sorted(within, key=lambda p: (p.loss, self._cost_of(p)))
+            return sorted(within, key=lambda p: (self._cost(p), p.loss))
+        return sorted(within, key=lambda p: (p.loss, self._cost(p)))
 
     def why_none(self, limits: Mapping[str, float | None], *, together: bool = False) -> str:
-        """Return which limits no size meets, one or all together, and the nearest size's values."""
+        """Return a message with the limits that no size meets and the nearest size's values."""
         checked = self._limits(limits)
 
-        def shown(point: Size, keys: Sequence[str]) -> str:
-            return ", ".join(f"{key} {self._shown(point, key)}" for key in keys)
+        def values(point: Size, keys: Sequence[str]) -> str:
+            return ", ".join(f"{key} {self._text(point, key)}" for key in keys)
 
         for limit in checked if len(checked) == 1 or not together else ():
             near = min(self.points, key=limit.excess)
             if limit.excess(near) > 0.0:
                 return (
-                    f"no submodel meets {limit.shown}: the nearest has {shown(near, [limit.key])}."
+                    f"no submodel meets {limit.text}: the nearest has {values(near, [limit.key])}."
                 )
         near = min(self.points, key=lambda p: max(limit.excess(p) for limit in checked))
-        wanted = " and ".join(limit.shown for limit in checked)
+        texts = " and ".join(limit.text for limit in checked)
         return (
-            f"no submodel meets {wanted} together: the nearest has "
-            f"{shown(near, [limit.key for limit in checked])}."
+            f"no submodel meets {texts} together: the nearest has "
+            f"{values(near, [limit.key for limit in checked])}."
         )
 
-    def _limits(self, given: Mapping[str, float | None]) -> list[Limit]:
-        require_limits(given)
+    def _limits(self, limits: Mapping[str, float | None]) -> list[Limit]:
+        require_limits(limits)
         return [
-            limit_of(key, value, self.points, self.dense)
-            for key, value in given.items()
+            make_limit(key, value, self.points, self.dense)
+            for key, value in limits.items()
             if value is not None
         ]
 
-    def _shown(self, point: Size, key: str) -> str:
+    def _text(self, point: Size, key: str) -> str:
         value, dense = getattr(point, key), getattr(self.dense, key)
         if value is None:
             return "–"
@@ -132,7 +145,7 @@ class Frontier(Tabular, Sequence[Size]):
             return f"{value:.4f}"
         return f"{value:,} ({value / max(1, dense):.2f}×)"
 
-    def _cost_of(self, point: Size) -> int:
+    def _cost(self, point: Size) -> int:
         cost: int = getattr(point, self.cost)
         return cost
 
@@ -140,7 +153,7 @@ class Frontier(Tabular, Sequence[Size]):
     def best(self) -> Frontier:
         """The sizes on the frontier: each smaller one has a larger loss."""
         best: list[Size] = []
-        for point in sorted(self.points, key=lambda p: (self._cost_of(p), p.loss)):
+        for point in sorted(self.points, key=lambda p: (self._cost(p), p.loss)):
             if not best or point.loss < best[-1].loss:
                 best.append(point)
         return replace(self, points=tuple(reversed(best)))
@@ -153,7 +166,9 @@ class Frontier(Tabular, Sequence[Size]):
         def seconds(value: object, what: str) -> float:
             latency = require_number(value, what)
             if not 0.0 < latency < math.inf:
-                raise OptionError(f"{what} gave a latency of {latency!r} seconds.")
+                raise OptionError(
+                    f"{what} returned a latency of {latency!r} seconds. Return a positive number."
+                )
             return latency
 
         points = [replace(p, latency=seconds(predict(p.ranks), "predict")) for p in self.points]
@@ -170,25 +185,26 @@ class Frontier(Tabular, Sequence[Size]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Frontier:
-        """Read what `save` wrote; anything else is refused."""
-        return cls._of(read_json_file(path), path)
+        """Read a file that `save` wrote; raise CheckpointError for any other."""
+        return cls._from_record(read_json_file(path), path)
 
     @classmethod
     def from_json(cls, text: str, path: str | os.PathLike[str]) -> Frontier:
-        """Return what `to_json` wrote; `path` says in errors where it came from."""
+        """Parse the text of `to_json`; `path` is its source, for error messages."""
         try:
             record = parse_json(text, dict)
         except ValueError as error:
-            raise CheckpointError(f"{path} is damaged ({error}).") from error
-        return cls._of(record, path)
+            raise CheckpointError(f"{path} is damaged ({error}). Use another copy.") from error
+        return cls._from_record(record, path)
 
     @classmethod
-    def _of(cls, record: Mapping[str, Any], path: str | os.PathLike[str]) -> Frontier:
+    def _from_record(cls, record: Mapping[str, Any], path: str | os.PathLike[str]) -> Frontier:
         try:
             require_shape(record, {"format": str})
             if record["format"] != _FORMAT:
                 raise CheckpointError(
-                    f"{path} has format {record['format']!r}, this library reads {_FORMAT!r}."
+                    f"{path} has format {record['format']!r}, but this library reads {_FORMAT!r}. "
+                    "Save the frontier again."
                 )
             require_shape(record, _SHAPE)
             points = tuple(_read_point(point) for point in record["points"])
@@ -201,20 +217,18 @@ class Frontier(Tabular, Sequence[Size]):
                 raise ValueError(f"there are no {loaded.cost}")
             return loaded
         except (ValueError, TypeError) as error:  # the second: a key that no point has
-            raise CheckpointError(f"{path} is damaged ({error}).") from error
+            raise CheckpointError(f"{path} is damaged ({error}). Use another copy.") from error
 
     def plot(
-        self, path: str | os.PathLike[str], *, beside: Mapping[str, Frontier] | None = None
+        self, path: str | os.PathLike[str], *, others: Mapping[str, Frontier] | None = None
     ) -> None:
-        """Write an SVG chart of accuracy or loss over cost; `beside=` adds frontiers by name."""
-        frontiers = {self.method: self, **(beside or {})}
+        """Write an SVG chart of accuracy or loss over cost, with other frontiers by name."""
+        frontiers = {self.method: self, **(others or {})}
         up = "accuracy"
         if any(point.accuracy is None for f in frontiers.values() for point in f):
             up = "loss"
         curves = {
-            name: [
-                (self._cost_of(p) / max(1, self._cost_of(f.dense)), getattr(p, up)) for p in f.best
-            ]
+            name: [(self._cost(p) / max(1, self._cost(f.dense)), getattr(p, up)) for p in f.best]
             for name, f in frontiers.items()
         }
         across = f"{'MACs' if self.cost == 'macs' else self.cost}, dense = 1"
@@ -227,7 +241,7 @@ class Frontier(Tabular, Sequence[Size]):
         keys = ["params", "macs", "bytes", "latency", "loss", "accuracy"]
         keys = [key for key in keys if getattr(self.dense, key) is not None]
         rows = [
-            (name, *(self._shown(point, key) for key in keys))
+            (name, *(self._text(point, key) for key in keys))
             for name, point in [("dense", self.dense), *(("", p) for p in best[::stride])]
         ]
         header = ("", *(key.replace("macs", "MACs") for key in keys))
@@ -235,7 +249,7 @@ class Frontier(Tabular, Sequence[Size]):
 
 
 def _read_point(record: Mapping[str, Any]) -> Size:
-    """Check every field: a damaged file must not become a model of the wrong size."""
+    """Parse a size and check every field, since a damaged one could build a wrong model."""
     point = Size(**record)
     counts = [point.params, point.bytes, *point.ranks.values()]
     counts += [] if point.macs is None else [point.macs]

@@ -1,4 +1,4 @@
-"""Inputs of a model: examples and batches, and the call of a model on them in a mode."""
+"""Model inputs: examples and batches, and the call of a model on them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from maestro_lod.errors import OptionError
 
 Example: TypeAlias = "Tensor | PackedSequence | tuple[Any, ...] | Mapping[str, Any] | ModelInputs"
 """An input of the model: one tensor, a tuple of arguments, or keyword arguments. Only its shapes
-and dtypes matter, unless the model itself looks at values."""
+and dtypes matter, unless the model's code reads values."""
 
 
 Batch: TypeAlias = "tuple[Any, Any] | Tensor | Mapping[str, Any]"
 """A pair of inputs of the model (a tensor, a tuple or a mapping of arguments) and the target; or
-inputs alone. Of a mapping, `labels` are the target, and stay among the arguments."""
+inputs alone. In a mapping `labels` are the target, and stay among the arguments."""
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 """`loss(output, target)`: the loss of one batch."""
 Objective: TypeAlias = "Callable[[nn.Module], Tensor | float]"
-"""`objective(model)`: what a search minimizes, measured on data of its own."""
+"""`objective(model)`: the value that a search minimizes, measured on data of the user."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ModelInputs:
 
     @classmethod
     def of(cls, inputs: Any) -> ModelInputs:
-        """Return the call that a user's inputs stand for.
+        """Return the call for a user's inputs.
 
         A tuple or list holds several arguments, a mapping holds keyword arguments, and anything
         else, such as a tensor or a PackedSequence, is one argument.
@@ -54,7 +54,7 @@ class ModelInputs:
 
     @classmethod
     def of_example(cls, example: Example) -> ModelInputs:
-        """Return the call that an `example=` stands for; refuse what is not one."""
+        """Return the call for an `example=`; raise OptionError for other types."""
         if isinstance(example, Tensor | tuple | Mapping | ModelInputs):
             return cls.of(example)
         raise OptionError(
@@ -63,15 +63,15 @@ class ModelInputs:
         )
 
     def call(self, model: nn.Module) -> Any:
-        """Run a model on the inputs; explain a norm over the batch that sees one sample."""
+        """Run a model on the inputs; explain the error of a batch norm for a single sample."""
         try:
             return model(*self.args, **self.kwargs)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise OptionError(
-                "a batch of one sample cannot train a norm over the batch. Choose a batch size "
-                "that leaves no single sample over, or drop it: DataLoader(…, drop_last=True)."
+                "a batch norm cannot train on a batch of one sample. Choose a batch size that "
+                "leaves no single sample, or drop it: DataLoader(…, drop_last=True)."
             ) from error
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> ModelInputs:
@@ -83,14 +83,14 @@ class ModelInputs:
         return ModelInputs(*on_device((self.args, self.kwargs), device))
 
     def on_meta(self) -> ModelInputs:
-        """Return the inputs with tensors on the meta device: shapes and dtypes alone."""
+        """Return the inputs with tensors on the meta device: only shapes and dtypes."""
         return self.map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"))
 
     def drawn(self, device: torch.device, *, batch: int | None = None) -> ModelInputs:
-        """Return the inputs with random floats, whole numbers kept, at another batch size if given.
+        """Return the inputs with random floats and unchanged integers, for a batch size if given.
 
-        Tensors whose leading dimension is the batch size are resized; rows of whole numbers are
-        repeated in turn. The same values are drawn every time.
+        Tensors whose leading dimension is the batch size are resized; rows of integers are repeated
+        in turn. The same values are drawn every time.
         """
         generator = torch.Generator(device).manual_seed(0)
         size = self.batch_size
@@ -115,7 +115,7 @@ class ModelInputs:
         tensors = self.tensors
         if not tensors or not tensors[0].ndim:
             raise OptionError(
-                "the example has no tensor with a batch dimension. Give a batch of one."
+                "the example has no tensor with a batch dimension. Give a batch of one sample."
             )
         return int(tensors[0].shape[0])
 
@@ -131,8 +131,8 @@ def drawn(value: Tensor, device: torch.device, generator: torch.Generator) -> Te
         return torch.empty_like(value, device=device).normal_(generator=generator)
     if value.is_meta:
         raise OptionError(
-            f"the example holds {value.dtype} values on the meta device, which cannot be guessed. "
-            "Give a real example."
+            f"the example has {value.dtype} values on the meta device, which cannot be drawn. "
+            "Give an example with values."
         )
     return value.to(device)
 
@@ -190,13 +190,13 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where the parameters of a model are."""
+    """Return the device of a model's parameters."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put a model into one mode for the `with` block, then each module back into its own."""
+    """Set the mode of a model inside the `with` block; restore that of each module after it."""
     before = {module: module.training for module in model.modules()}
     model.train(training)
     try:
@@ -213,10 +213,10 @@ def autocast(device: torch.device, enabled: bool) -> Any:
 
 @contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Evaluate a model inside: no gradients, no dropout, norms that look at the batch alone.
+    """Evaluate a model inside the block without gradients and dropout, norms by batch statistics.
 
     Running statistics mix those of many submodels and fit none of them. Modes and running
-    statistics are as before afterwards, whatever happens.
+    statistics are restored, also after errors.
     """
     modes = [(module, module.training) for module in model.modules()]
     norms = [module for module, _ in modes if isinstance(module, _NormBase)]
@@ -235,13 +235,13 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 
 
 def require_number(value: object, source: str) -> float:
-    """Return what a user's function gave as a float, or refuse what is not one number."""
+    """Return the result of a user's function as a float; raise OptionError if it is not one."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, numbers.Real):
         return float(value)
     shape = f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
-    what = shape or type(value).__name__
+    result = shape or type(value).__name__
     raise OptionError(
-        f"{source} returned a {what}. Return one number, such as a mean over a batch."
+        f"{source} returned a {result}. Return one number, such as a mean over a batch."
     )

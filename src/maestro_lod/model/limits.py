@@ -15,8 +15,8 @@ LIMITS = ("max_params", "max_macs", "max_bytes", "max_latency", "min_accuracy")
 class Size:
     """One submodel: its ranks, its loss and accuracy, and its costs when deployed.
 
-    Costs are those of the form that `fuse` chooses: each layer dense or factored, whichever has
-    fewer parameters. What was not measured is None.
+    Costs are those of the deployed form: each layer dense or factored, whichever has fewer
+    parameters. Values that were not measured are None.
     """
 
     ranks: dict[str, int]
@@ -36,7 +36,7 @@ class Limit:
 
     key: str
     bound: float
-    shown: str
+    text: str
 
     def excess(self, size: Size) -> float:
         """Return how far a size exceeds the limit, relative to it; at most 0 if it is met."""
@@ -47,11 +47,11 @@ class Limit:
 
 
 def require_limits(limits: Mapping[str, float | None]) -> None:
-    """Refuse limits that no model could meet; needs no frontier, so that it can come first."""
-    given = {option: value for option, value in limits.items() if value is not None}
-    if not given:
+    """Raise OptionError for invalid limits; needs no frontier, so it can run before a search."""
+    set_limits = {option: value for option, value in limits.items() if value is not None}
+    if not set_limits:
         raise OptionError(f"no limit was given. Give one or more of {listed(LIMITS)}.")
-    for option, value in given.items():
+    for option, value in set_limits.items():
         _require_limit(option, value)
 
 
@@ -60,32 +60,32 @@ def _require_limit(option: str, value: float) -> None:
         raise OptionError(
             f"there is no limit {option!r}.{suggest(option, LIMITS)} Limits: {listed(LIMITS)}."
         )
-    key, shown = option.partition("_")[2], f"{option}={value!r}"
+    key, text = option.partition("_")[2], f"{option}={value!r}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise OptionError(f"{shown} is not a number.")
+        raise OptionError(f"{text} is not a number. Give one.")
     if key == "accuracy":
         if not 0 <= value <= 1:
-            raise OptionError(f"{shown} must be a share between 0 and 1.")
+            raise OptionError(f"{text} must be a share between 0 and 1.")
     elif not 0 < value < 2**63:
-        raise OptionError(f"{shown} must be a finite number above 0, and below 2**63.")
+        raise OptionError(f"{text} must be a finite number above 0, and below 2**63.")
     elif key != "latency" and not isinstance(value, numbers.Integral) and value > 1:
         raise OptionError(
-            f"{shown}: a float is a share of the dense model's {key} and lies in (0, 1]. "
+            f"{text}: a float is a share of the dense model's {key} and lies in (0, 1]. "
             "Give an int for a number."
         )
 
 
-def limit_of(option: str, value: float, points: Iterable[Size], dense: Size) -> Limit:
-    """Return a checked limit on these sizes; shares are relative to the dense model's cost."""
+def make_limit(option: str, value: float, points: Iterable[Size], dense: Size) -> Limit:
+    """Create a limit on these sizes; shares are relative to the dense model's cost."""
     _require_limit(option, value)
-    key, shown, bound = option.partition("_")[2], f"{option}={value!r}", float(value)
+    key, text, bound = option.partition("_")[2], f"{option}={value!r}", float(value)
     if any(getattr(p, key) is None for p in points):
         how = {
             "macs": "Give frontier(…) an example=.",
             "latency": "Use with_latency(…).",
             "accuracy": "Give frontier(…) an accuracy=.",
         }[key]
-        raise OptionError(f"{shown} cannot be used: this frontier knows no {key}. {how}")
+        raise OptionError(f"{text} cannot be used: this frontier has no {key}. {how}")
     if key in ("params", "macs", "bytes") and not isinstance(value, numbers.Integral):
         bound *= getattr(dense, key)
-    return Limit(key, bound, shown)
+    return Limit(key, bound, text)

@@ -1,9 +1,9 @@
-"""MACs of a model's dense form, counted without doing any arithmetic where that is possible.
+"""MACs of a model's dense form, counted on the meta device where possible.
 
 MACs are the multiply-accumulates of weights: no bias, norm, activation, pooling or attention
-product. They are counted by torch's own flop counter on a copy on the meta device, in which every
-low-rank layer is dense, so that nothing is missed. A model that looks at values, or uses operations
-that torch cannot do without them, runs once on the example itself instead, as a copy on the CPU.
+product. torch's flop counter counts them on a meta copy in which every low-rank layer is dense. A
+model whose code reads values, or uses operations that need them, runs once on the example instead,
+as a copy on the CPU.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class DenseMacs:
 
     total: int
     layers: dict[str, int]
-    """By the module that owns the weight matrices, for the layers that are dense anyway."""
+    """MACs by the module that owns the weight matrices, for layers that are dense already."""
     positions: dict[str, int]
-    """At how many positions each low-rank layer, and each head that shares one's factors, applies
-    its weight."""
+    """The number of positions at which each low-rank layer, and each head that shares factors,
+    applies its weight."""
 
 
 def dense_macs(model: nn.Module, example: Example) -> DenseMacs:
@@ -54,8 +54,8 @@ def dense_macs(model: nn.Module, example: Example) -> DenseMacs:
         try:
             return _counted_macs(copy_on_meta(model), call.on_meta(), without_values=True)
         except Exception:
-            # what the forward makes itself, such as a first state, may have to be there too; but
-            # then a model cannot look at constants of its own
+            # tensors that the forward creates may have to be on meta too, which excludes models
+            # that read values of their constants
             with torch.device("meta"):
                 return _counted_macs(copy_on_meta(model), call.on_meta(), without_values=True)
     except Exception as error:
@@ -63,28 +63,30 @@ def dense_macs(model: nn.Module, example: Example) -> DenseMacs:
 
 
 def _macs_with_values(model: nn.Module, call: ModelInputs, why: Exception) -> DenseMacs:
-    """Count on a copy that really runs, since the model could not run without values."""
-    given = {
+    """Count on a copy that runs on the example, since the model needs values."""
+    inputs = {
         "the model": (*model.parameters(), *model.buffers()),
         "the example": [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)],
     }
     problem = f"MACs cannot be counted: {type(model).__name__} could not be run"
-    for what, tensors in given.items():
+    for source, tensors in inputs.items():
         if any(tensor.is_meta for tensor in tensors):
             raise LayerError(
-                f"{problem} without values ({type(why).__name__}: {why}), and {what} is on the "
-                f"meta device, which has none. Give {what} with real values, on any other device."
+                f"{problem} without values ({type(why).__name__}: {why}), and {source} is on the "
+                f"meta device, which has none. Give {source} with values, on any other device."
             ) from why
     try:
         twin, call = copy_without_hooks(model, {}).cpu(), call.map_tensors(Tensor.cpu)
         with torch.random.fork_rng(devices=[]):
             return _counted_macs(twin, call, without_values=False)
     except Exception as error:
-        raise LayerError(f"{problem} on this example ({type(error).__name__}: {error}).") from error
+        raise LayerError(
+            f"{problem} on this example ({type(error).__name__}: {error}). Give another example."
+        ) from error
 
 
 def _counted_macs(twin: nn.Module, call: ModelInputs, *, without_values: bool) -> DenseMacs:
-    """Count on a copy of the model, which is changed: its low-rank layers are made dense."""
+    """Count on a copy of the model, whose low-rank layers are made dense in place."""
     uses = factor_uses(twin)
     opened = {name: form for name, form in structure_of(twin).items() if form.kind == "unpacked"}
     # frozen, since some operations record gradients whatever the mode
@@ -97,8 +99,8 @@ def _counted_macs(twin: nn.Module, call: ModelInputs, *, without_values: bool) -
             counter.watch_parts(name, module)
         elif any(p is not None and p.ndim > 1 for p in module._parameters.values()):
             counter.watch(name, module)
-    # fake tensors tell a model not to look at values, which transformers would do for its masks;
-    # torch itself does look at the lengths of packed sequences
+    # with fake tensors transformers does not read the values of its masks; torch reads the
+    # lengths of packed sequences in any case
     fake = without_values and not call.is_packed
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     call = call if mode is None else call.map_tensors(mode.from_tensor)
@@ -116,7 +118,7 @@ def _counted_macs(twin: nn.Module, call: ModelInputs, *, without_values: bool) -
 
 
 class _Counter:
-    """Hooks that note which module does which of the MACs that torch counts."""
+    """Hooks that attribute the MACs that torch counts to modules."""
 
     def __init__(self, weights: Iterable[nn.Parameter]) -> None:
         self._flops = FlopCounterMode(display=False)
@@ -124,23 +126,23 @@ class _Counter:
         self.layers: dict[str, int] = {}
         self.positions: dict[str, int] = {}
         self.more = 0
-        """What layers of registered types do beyond what torch counts as products with weights."""
-        self._inner = [0]  # for each watched module that is running: the MACs of those inside it
+        """MACs of layers of registered types that torch does not count as products with weights."""
+        self._inner = [0]  # for each running watched module: the MACs of those inside it
 
     @property
     @contextmanager
     def products(self) -> Iterator[None]:
-        """Count the products that are done within."""
-        with self._batched, self._flops:  # the last sees them first, and takes composites apart
+        """Count the products inside the block."""
+        with self._batched, self._flops:  # the last comes first, and splits composite operations
             yield
 
     def so_far(self) -> int:
-        """Return the MACs of products with weights, as torch counts them."""
+        """Return torch's count of the MACs of products with weights."""
         flops = self._flops.flop_counts["Global"]
         return sum(n for op, n in flops.items() if op in _WEIGHT_OPS) // 2 + self._batched.macs
 
     def locate(self, name: str, caller: nn.Module, positions_of: Callable[..., int]) -> None:
-        """Add up at how many positions a weight is applied whenever its caller is called."""
+        """Sum the positions at which a weight is applied, over the calls of its caller."""
         self.positions[name] = 0
 
         def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -149,11 +151,11 @@ class _Counter:
         caller.register_forward_pre_hook(add, with_kwargs=True)
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Note the MACs of a module that owns weights, without those of watched ones inside it."""
+        """Record the MACs of a module that owns weights, without watched modules inside it."""
         if low_rank_type(type(module)) is None:
             self._book(module, lambda *inputs: None, lambda macs: {name: macs})
             return
-        layer = uninitialized(name, module, 0)  # it knows what it does
+        layer = uninitialized(name, module, 0)  # which computes its own cost
         self._book(
             module,
             lambda *inputs: layer.dense_macs(layer.positions_of(*inputs)),
@@ -161,7 +163,7 @@ class _Counter:
         )
 
     def watch_parts(self, prefix: str, module: Any) -> None:
-        """Note the MACs of the parts of a module that multiplies by their weights itself."""
+        """Record the MACs of the parts of a module that multiplies by their weights."""
         sizes = {
             f"{prefix}.{key}".lstrip("."): part.weight.numel()
             for key, part in module.named_children()
@@ -176,10 +178,10 @@ class _Counter:
     def _book(
         self,
         module: nn.Module,
-        known: Callable[..., int | None],
+        compute: Callable[..., int | None],
         split: Callable[[int], dict[str, int]],
     ) -> None:
-        """Book what each call of a module does: as it knows from its inputs, else as counted."""
+        """Record the MACs of each call of a module, computed from its inputs, else as counted."""
         started: list[tuple[int, int]] = []
 
         def enter(*_: Any) -> None:
@@ -188,7 +190,7 @@ class _Counter:
 
         def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
             before, more = started.pop()
-            counted, macs = self.so_far() - before, known(*args, *kwargs.values())
+            counted, macs = self.so_far() - before, compute(*args, *kwargs.values())
             if macs is None:
                 macs = counted + self.more - more
             else:
@@ -202,9 +204,9 @@ class _Counter:
 
 
 class _BatchedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the MACs of batched and grouped products in which one operand is made of weights.
+    """Counter of the MACs of batched and grouped products with an operand made of weights.
 
-    Whatever operations other than products make of weights alone counts as weights: views, selected
+    Results of operations on weights alone count as weights, except products: views, selected
     experts, normalized weights; but not rows that are looked up in a table.
     """
 
@@ -230,18 +232,18 @@ class _BatchedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if op in _BATCHED_OPS:
             if any(value in self._weights for value in values[-2:]):
                 self.macs += flop_registry[op](*args, **kwargs, out_val=result) // 2
-        elif "grouped_mm" in str(op):  # torch's own, or transformers' where that is missing
+        elif "grouped_mm" in str(op):  # of torch, or of transformers where that is missing
             if any(value in self._weights for value in values[:2]):
                 self.macs += _grouped_macs(values[0], values[1], result)
         elif op in _LOOKUPS and args[0].ndim == 2:
-            pass  # rows of a table, such as relative positions, are values that belong to the input
+            pass  # rows of a table, such as relative positions, count as inputs
         elif op not in _WEIGHT_OPS and values and all(value in self._weights for value in values):
             self._weights.update({t: True for t in tree_leaves(result) if isinstance(t, Tensor)})
         return result
 
 
 def _grouped_macs(left: Tensor, right: Tensor, product: Tensor) -> int:
-    """Count the MACs of rows (or columns) each of which meets one matrix of a stack."""
+    """Count the MACs of rows (or columns) that are each multiplied by one matrix of a stack."""
     if right.ndim == 3:
         return left.numel() * product.shape[-1]
     return right.numel() * product.shape[-2]
@@ -249,7 +251,7 @@ def _grouped_macs(left: Tensor, right: Tensor, product: Tensor) -> int:
 
 @contextmanager
 def _no_attention_fast_path() -> Iterator[None]:
-    """Make torch's transformer layers call their sublayers, whose MACs are then seen."""
+    """Make torch's transformer layers call their sublayers, so that their MACs are counted."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -262,7 +264,7 @@ def _no_attention_fast_path() -> Iterator[None]:
 def _no_fused_recurrence() -> Iterator[None]:
     """Make recurrent layers multiply step by step: oneDNN's LSTM is one operation without a count.
 
-    Not by `torch.backends.mkldnn.flags`, which also sets what only Intel's GPUs have, and warns.
+    `torch.backends.mkldnn.flags` also sets an option of Intel GPUs, and warns.
     """
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -274,7 +276,7 @@ def _no_fused_recurrence() -> Iterator[None]:
 
 @contextmanager
 def _no_traces_of_fakes() -> Iterator[None]:
-    """Keep torch from printing why an operation needs values: the model is then run with some."""
+    """Silence torch's log about operations that need values; the model then runs with values."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True
     try:

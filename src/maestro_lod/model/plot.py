@@ -1,6 +1,6 @@
 """SVG charts without a drawing library.
 
-Everything is drawn with style classes; `svg` brings a style along, a page has its own.
+Shapes have style classes; `svg` includes a style, pages define their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def colour(series: int) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """A stretch of the picture: where a value lies on it, and round values to label."""
+    """An axis: its range of values, its pixels, and the round values to label."""
 
     low: float
     high: float
@@ -46,7 +46,7 @@ class Axis:
 
 
 def linear_axis(values: Iterable[float], start: float, end: float) -> Axis:
-    """Return an axis that begins and ends at round values."""
+    """Return an axis with round values at its ends."""
     low, high = spread(values)
     step = round_up((high - low) / 5)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -55,9 +55,9 @@ def linear_axis(values: Iterable[float], start: float, end: float) -> Axis:
 
 
 def spread(values: Iterable[float]) -> tuple[float, float]:
-    """Return the smallest and largest value, apart even if they are equal."""
-    known = list(values)
-    low, high = min(known), max(known)
+    """Return the smallest and largest value, moved apart if they are equal."""
+    numbers = list(values)
+    low, high = min(numbers), max(numbers)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         around = 0.02 * abs(low) or 0.5
         return low - around, high + around
@@ -72,7 +72,7 @@ def round_up(value: float) -> float:
 
 @dataclass(frozen=True)
 class Frame:
-    """The size of a chart, in units of its own; texts take their part of it."""
+    """The size of a chart and the margins for its texts, in units of the chart."""
 
     width: float
     height: float
@@ -93,10 +93,7 @@ class Frame:
 def grid(
     frame: Frame, x: Axis, y: Axis, show_x: Format, show_y: Format, corner: str | None = None
 ) -> Markup:
-    """Draw a line for each round value upwards, and label both axes.
-
-    What goes across may be named in the `corner`.
-    """
+    """Draw a line for each round value of y, and label both axes; `corner` names the x axis."""
     left, right = frame.across
     bottom = frame.up[0]
     parts: list[Markup] = []
@@ -108,8 +105,8 @@ def grid(
         parts.append(tag("text", corner, class_="end", x=left - 7, y=bottom + 19))
     for tick in x.ticks:
         place = x.at(tick)
-        beside = corner is not None and place < left + 20  # where it would cover the name
-        kind = None if beside else "middle"
+        shifted = corner is not None and place < left + 20  # or it would cover the name
+        kind = None if shifted else "middle"
         parts.append(tag("text", show_x(tick), class_=kind, x=place, y=bottom + 19))
     parts.append(tag("path", class_="axis", d=f"M{left} {bottom}H{right}"))
     return joined(*parts)
@@ -118,7 +115,7 @@ def grid(
 def dotted_line(
     points: Points, x: Axis, y: Axis, series: int, *, radius: float, dash: str | None = None
 ) -> Markup:
-    """Draw points as dots that a line joins."""
+    """Draw points as dots joined by a line."""
     places = [(x.at(across), y.at(up)) for across, up in points]
     path = "L".join(f"{across:.1f} {up:.1f}" for across, up in places)
     line = tag("path", class_=f"line {colour(series)}", d=f"M{path}", stroke_dasharray=dash)

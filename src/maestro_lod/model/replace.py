@@ -32,35 +32,35 @@ STATE_HOOKS = (
 def transfer_attributes(
     old: nn.Module, new: nn.Module, *, added_by: nn.Module | None = None
 ) -> None:
-    """Give a layer's hooks, bias Parameter (it may be shared) and what a user added to another.
+    """Transfer hooks, the bias Parameter (it may be shared) and user attributes to another layer.
 
-    What replaces a layer of torch keeps a list of what was added. `added_by` has that list, if it
+    A replacement of a torch layer lists the names of user attributes. `added_by` has the list if it
     is neither of the two.
     """
     for attribute in _HOOKS + _HOOK_FLAGS:
         setattr(new, attribute, getattr(old, attribute))
-    if "bias" in old._parameters and "bias" in last_of(new)._parameters:
-        last_of(new).bias = old.bias
+    if "bias" in old._parameters and "bias" in last_plain_layer(new)._parameters:
+        last_plain_layer(new).bias = old.bias
     keeper = added_by or old
     if hasattr(type(new), "user_attributes"):
-        opened = is_unpacked(new)  # torch's own then has private attributes too
+        unpacked = is_unpacked(new)  # torch's layer then has private attributes too
         new.__dict__["user_attributes"] = tuple(
             key
             for key in (*vars(old), *old._buffers)
-            if not hasattr(new, key) and not (opened and key.startswith("_"))
+            if not hasattr(new, key) and not (unpacked and key.startswith("_"))
         )
         keeper = new
     for key in getattr(keeper, "user_attributes", ()):
         _put(new, key, getattr(old, key), old)
 
 
-def last_of(layer: nn.Module) -> nn.Module:
+def last_plain_layer(layer: nn.Module) -> nn.Module:
     """Return the plain layer that holds the bias: the last one of several."""
     return layer[-1] if isinstance(layer, nn.Sequential) else layer
 
 
 def own_memory(layer: nn.Module, keys: Iterable[str]) -> None:
-    """Give these parameters of a layer memory of their own, in place."""
+    """Copy these parameters of a layer to separate memory, in place."""
     for key in keys:
         if (parameter := layer._parameters.get(key)) is not None:
             copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
@@ -68,7 +68,7 @@ def own_memory(layer: nn.Module, keys: Iterable[str]) -> None:
 
 
 def _put(new: nn.Module, key: str, value: Any, old: nn.Module) -> None:
-    """Set an attribute of a module, or a buffer where it was one."""
+    """Set an attribute of a module, as a buffer if it was one."""
     if key in old._buffers:
         new.register_buffer(key, value, persistent=key not in old._non_persistent_buffers_set)
     else:
@@ -79,8 +79,8 @@ _locks: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDicti
 _locks_lock = threading.Lock()
 
 
-def lock_of(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return the lock of a model, held while its modules are exchanged or copied."""
+def model_lock(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the lock of a model, for exchanging or copying its modules."""
     with _locks_lock:
         return _locks.setdefault(model, threading.RLock())
 
@@ -88,11 +88,11 @@ def lock_of(model: nn.Module) -> AbstractContextManager[Any]:
 def copy_without_hooks(
     model: nn.Module, memo: dict[int, Any], replaced: Iterable[nn.Module] = ()
 ) -> nn.Module:
-    """Deep-copy a model, taking what `memo` holds (by id) instead of copying it; hooks stay out.
+    """Deep-copy a model without hooks; objects in `memo` (by id) are used instead of copies.
 
-    What `memo` holds for layers in `replaced` gets copies of what a user put on them.
+    The objects in `memo` for layers in `replaced` get copies of the layers' user attributes.
     """
-    with lock_of(model):
+    with model_lock(model):
         return _copy_without_hooks(model, memo, replaced)
 
 
@@ -103,7 +103,7 @@ def _copy_without_hooks(
         for attribute in _HOOKS + STATE_HOOKS:
             hooks: dict[int, Any] = getattr(module, attribute)
             memo[id(hooks)] = OrderedDict((k, h) for k, h in hooks.items() if _makes_weights(h))
-        for value in _loose_tensors(module):  # activations, a weight that such a hook computed
+        for value in _loose_tensors(module):  # activations, weights computed by such hooks
             if not value.is_leaf:
                 memo.setdefault(id(value), value.detach().clone())
     try:
@@ -113,16 +113,18 @@ def _copy_without_hooks(
                 _put(memo[id(layer)], key, copy.deepcopy(getattr(layer, key), memo), layer)
     except TypeError as error:
         raise LayerError(
-            f"{type(model).__name__} cannot be copied ({error}). Take what cannot be out of its "
-            "attributes, or tell Python how to copy it (__deepcopy__)."
+            f"{type(model).__name__} cannot be deep-copied ({error}). Remove the attribute that "
+            "cannot be copied, or define __deepcopy__."
         ) from error
-    for module in copied.modules():  # transformers notes that its hooks are there; now they are not
+    for (
+        module
+    ) in copied.modules():  # transformers records that it installed hooks, which the copy lacks
         vars(module).pop("_output_capturing_hooks_installed", None)
     return copied
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of the model on the meta device: its structure and shapes, no memory."""
+    """Return a copy of the model on the meta device: its structure and shapes without values."""
     memo: dict[int, Any] = {}
     loose = (tensor for module in model.modules() for tensor in _loose_tensors(module))
     for tensor in (*model.parameters(), *model.buffers(), *loose):
@@ -133,20 +135,20 @@ def copy_on_meta(model: nn.Module) -> nn.Module:
 
 
 def _makes_weights(hook: Any) -> bool:
-    """Tell hooks by which torch itself makes weights from hooks that a user added."""
-    hook = getattr(hook, "hook", hook)  # torch wraps those that run before loading
+    """Return whether a hook is one with which torch computes weights, not a user's."""
+    hook = getattr(hook, "hook", hook)  # torch wraps hooks that run before loading
     lazy = getattr(hook, "__name__", "") in ("_infer_parameters", "_lazy_load_hook")
     return lazy or type(hook).__module__.startswith("torch.nn.utils")
 
 
 def _loose_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Find the tensors that a module holds in its attributes or in containers there."""
+    """Yield the tensors in a module's attributes and in containers there."""
     for value in vars(module).values():
         yield from (held for held in find_references(value) if isinstance(held, Tensor))
 
 
 def find_references(value: Any) -> Iterator[nn.Module | Tensor]:
-    """Find what an attribute holds: itself, in plain containers, or bound to a function."""
+    """Yield the modules and tensors in a value, in plain containers, or bound to a function."""
     waiting, seen = [value], set()
     while waiting:
         part = waiting.pop()

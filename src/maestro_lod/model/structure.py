@@ -1,8 +1,8 @@
 """Structures: the form of each layer by name, and `restructure`, which changes it.
 
-A structure lists what differs from the dense model. Decomposing, fusing, extracting, loading and
-rebuilding all say which structure they want, and how a dense layer gets factors; what has to be
-exchanged for it, opened, closed and handed over is decided here alone.
+A structure lists the differences from the dense model. Decomposing, fusing, extracting, loading and
+rebuilding pass the structure that they want and a function that makes factors of a dense layer;
+only this file decides which layers are exchanged, unpacked and repacked for it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,32 @@ from maestro_lod.layers.plain import switch_off_fast_paths
 from maestro_lod.layers.ranks import low_rank_layers, unwrapped
 from maestro_lod.layers.registry import low_rank_type, unpacked_type
 from maestro_lod.layers.uses import module_role
-from maestro_lod.model.replace import copy_without_hooks, last_of, own_memory, transfer_attributes
+from maestro_lod.model.replace import (
+    copy_without_hooks,
+    last_plain_layer,
+    own_memory,
+    transfer_attributes,
+)
 
 
 class Form(NamedTuple):
-    """What one layer is."""
+    """The form of one layer."""
 
     kind: Literal["low-rank", "factored", "dense", "unpacked", "shared"]
     rank: int | None = None
-    """Of a layer that is low-rank or factored into plain ones, or at which its dense weight is."""
+    """The rank of a low-rank or factored layer, or the rank of a dense weight."""
     factors_of: str | None = None
     """The embedding whose factors a shared head uses."""
 
 
 Structure: TypeAlias = dict[str, Form]
-"""The layers that differ from the dense model's. "dense" says that a layer is one of torch's own,
-also where the model's dense layer is another library's."""
+"""The layers that differ from the dense model, by name. "dense" means a layer of torch, also where
+the model's dense layer is another library's."""
 
 UNPACKED = Form("unpacked")
 
 Fill: TypeAlias = Callable[[str, nn.Module, int], LowRank]
-"""Makes a low-rank layer of a dense one: given its name, the layer and the rank."""
+"""Makes a low-rank layer from the name of a dense layer, the layer and a rank."""
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -59,14 +64,14 @@ def structure_of(model: nn.Module) -> Structure:
             if id(layer.embedding) not in name_of:
                 raise LayerError(
                     f"{name} shares the factors of an embedding that is not part of this "
-                    f"{type(model).__name__}. Take the model that holds both."
+                    f"{type(model).__name__}. Use the model that contains both."
                 )
             structure[name] = Form("shared", factors_of=name_of[id(layer.embedding)])
     return structure
 
 
 def drop_unneeded_unpacking(structure: Structure) -> Structure:
-    """Leave out unpacked layers without a low-rank or factored part."""
+    """Return a structure without unpacked layers that have no low-rank or factored part."""
     holders = {
         name.rpartition(".")[0]
         for name, form in structure.items()
@@ -83,16 +88,16 @@ def svd(name: str, dense: nn.Module, rank: int) -> LowRank:
 
 
 def uninitialized(name: str, dense: nn.Module, rank: int) -> LowRank:
-    """Leave the factors undefined: they will be loaded, or only their shapes count."""
+    """Leave the factors undefined, for loading or for counting."""
     kind = low_rank_type(type(dense))
     assert kind is not None
     return kind.from_dense_shape(dense, rank)
 
 
 def restructure(model: nn.Module, wanted: Structure, *, fill: Fill) -> nn.Module:
-    """Give a model this structure, in place; returns the model, or what a bare layer became.
+    """Change a model to a structure, in place; return it, or the replacement of a bare layer.
 
-    Everything new is made before anything is exchanged: if that fails, the model is as it was.
+    All new layers are made before any is exchanged, so that an error leaves the model unchanged.
     """
     model = unwrapped(model)
     exchanged = _exchanged(model, wanted, fill)
@@ -109,7 +114,7 @@ def restructure(model: nn.Module, wanted: Structure, *, fill: Fill) -> nn.Module
 
 
 def restructured_copy(model: nn.Module, wanted: Structure) -> nn.Module:
-    """Return a deep copy of a model with this structure, without hooks; the model is untouched."""
+    """Return a deep copy of a model with this structure and without hooks."""
     model = unwrapped(model)
     memo: dict[int, Any] = {}
     exchanged = _exchanged(model, wanted, uninitialized)
@@ -117,7 +122,7 @@ def restructured_copy(model: nn.Module, wanted: Structure) -> nn.Module:
         memo[id(old)] = new
         bias = old._parameters.get("bias")
         if bias is not None:  # a bias that layers share stays shared
-            last_of(new).bias = memo.setdefault(id(bias), last_of(new).bias)
+            last_plain_layer(new).bias = memo.setdefault(id(bias), last_plain_layer(new).bias)
     return copy_without_hooks(model, memo, [exchange.old for exchange in exchanged])
 
 
@@ -125,7 +130,7 @@ class _Exchange(NamedTuple):
     old: nn.Module
     new: nn.Module
     source: nn.Module
-    """Who knows what a user had put on the old layer."""
+    """The layer that lists the user attributes of the old one."""
 
 
 @dataclass
@@ -143,11 +148,11 @@ class _Exchanges:
         self.of[id(old)] = _Exchange(old, new, source or old)
 
     def now(self, module: nn.Module) -> nn.Module:
-        """Return what a module will be."""
+        """Return the module that will replace a module, or itself."""
         return self.of[id(module)].new if id(module) in self.of else module
 
     def open_layers(self) -> dict[str, nn.Module]:
-        """Open layers with several weights: their parts, on the same memory, are modules too."""
+        """Unpack layers with several weights into modules on the same memory."""
         opened = {}
         for name, form in self.wanted.items():
             module = self.modules.get(name)
@@ -178,7 +183,7 @@ class _Exchanges:
             self.put(module, plain, source=layer)
 
     def change_head(self, name: str, module: Any) -> None:
-        """Let an output head use the factors of its embedding, or a weight of its own again."""
+        """Make an output head share the factors of its embedding, or separate it again."""
         form = self.wanted.get(name)
         wanted, now = form is not None and form.kind == "shared", module_role(module) == "shared"
         if form is not None and wanted and not now:
@@ -190,14 +195,14 @@ class _Exchanges:
             self.put(module, module.plain(module.embedding.dense() if same else embedding))
 
     def close_layer(self, name: str, module: Any) -> None:
-        """Make an opened layer torch's own again, where its parts allow it."""
+        """Repack an unpacked layer to torch's layer, if all its parts are dense."""
         parts = {key: self.now(part) for key, part in module.named_children()}
         if name not in self.wanted and (closed := module.repacked(parts)) is not None:
             self.put(module, closed)
 
 
 def _exchanged(model: nn.Module, wanted: Structure, fill: Fill) -> list[_Exchange]:
-    """Make whatever has to stand in the place of something else; changes nothing in the model."""
+    """Make all replacements for a structure, without changing the model."""
     there = dict(model.named_modules())
     exchanges = _Exchanges(dict(there), wanted, fill)
     opened = exchanges.open_layers()
@@ -210,7 +215,9 @@ def _exchanged(model: nn.Module, wanted: Structure, fill: Fill) -> list[_Exchang
         parts = dict(layer.named_children())
         for key, part in parts.items():
             made = exchanges.of.pop(id(part), None)
-            own_memory(part, ("weight", "bias") if made is None else ("bias",))  # it has views
+            own_memory(
+                part, ("weight", "bias") if made is None else ("bias",)
+            )  # the parts are views
             if made is not None:
                 transfer_attributes(part, made.new, added_by=made.source)
                 layer._modules[key] = made.new
@@ -222,7 +229,7 @@ def _exchanged(model: nn.Module, wanted: Structure, fill: Fill) -> list[_Exchang
 
 
 def _require_possible(modules: Mapping[str, nn.Module], wanted: Structure) -> None:
-    """Refuse a structure that the model cannot have."""
+    """Raise LayerError if the model cannot have the structure."""
     for name, form in wanted.items():
         module = modules.get(name)
         kind, role = low_rank_type(type(module)), module_role(module)
@@ -235,11 +242,11 @@ def _require_possible(modules: Mapping[str, nn.Module], wanted: Structure) -> No
             and wanted.get(form.factors_of or "", UNPACKED).kind == "low-rank",
         }
         if not possible[form.kind]:
-            what = "is missing" if module is None else f"is a {type(module).__name__}"
+            state = "has none" if module is None else f"has a {type(module).__name__}"
             layers = [n for n, f in wanted.items() if f.kind in ("low-rank", "factored")]
             raise LayerError(
-                f"it has a layer {name!r} that is {form.kind}, which {what} here. Its low-rank "
-                f"layers: {listed(layers)}."
+                f"its layer {name!r} is {form.kind}, but the model {state} of this name. Use the "
+                f"dense model of its low-rank layers: {listed(layers)}."
             )
 
 

@@ -1,4 +1,4 @@
-"""Dense model -> low-rank model -> plain model: decompose, fuse, extract."""
+"""Surgery: decompose a dense model, fuse or extract a low-rank model."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from maestro_lod.progress import ProgressLine
 
 
 class Calibrated(Protocol):
-    """What knows how to split the layers of a model; `calibrate` returns one."""
+    """A rule for splitting the layers of a model; `calibrate` returns one."""
 
     def fill(self) -> Fill:
-        """Return what makes low-rank layers of dense ones."""
+        """Return a function that makes low-rank layers of dense ones."""
 
 
 def decompose(
@@ -73,7 +73,7 @@ def decompose(
             trained weights.
 
     Returns:
-        The model, or what a bare layer became.
+        The model; for a bare layer, its replacement.
 
     Raises:
         LayerError: If no layer can be replaced, a pattern matches none, or weights are not finite.
@@ -92,17 +92,17 @@ def decompose(
     plan = Plan(model, only=only, skip=skip, ranks=ranks, tied=tied)
     wanted = _require_possible(model, plan)
     fill = svd if calibration is None else calibration.fill()
-    changed = restructure(model, plan.structure(), fill=_telling(fill, len(wanted)))
+    changed = restructure(model, plan.structure(), fill=_with_progress(fill, len(wanted)))
     return model if changed is unwrapped(model) else cast("Model", changed)
 
 
 def _require_possible(model: nn.Module, plan: Plan) -> dict[str, int]:
-    """Return which layers are decomposed to which rank; refuse a plan that cannot be meant."""
+    """Return the ranks of the layers to decompose; raise LayerError for a plan without effect."""
     wanted = plan.wanted()
     if plan.without_effect:
         raise LayerError(
-            f"{plan.without_effect} is for layers that are low-rank already, at another rank. Use "
-            "at_ranks, set_ranks or extract to run them at smaller ones."
+            f"{plan.without_effect} names only layers that are low-rank already, at another rank. "
+            "Use at_ranks, set_ranks or extract to run them at smaller ranks."
         )
     if not wanted and not any(row.low_rank for row in plan.rows.values()):
         raise LayerError(_why_nothing(model, plan))
@@ -110,23 +110,23 @@ def _require_possible(model: nn.Module, plan: Plan) -> dict[str, int]:
     return wanted
 
 
-def _telling(fill: Fill, count: int) -> Fill:
-    """Return a fill that tells how many of the layers are done."""
-    tell, done = ProgressLine("decompose"), itertools.count(1)
+def _with_progress(fill: Fill, count: int) -> Fill:
+    """Return a fill that reports its progress."""
+    progress, numbers = ProgressLine("decompose"), itertools.count(1)
 
-    def told(name: str, dense: nn.Module, rank: int) -> LowRank:
-        number = next(done)
-        tell(lambda: f"layer {number} of {count}, {name}")
+    def fill_one(name: str, dense: nn.Module, rank: int) -> LowRank:
+        number = next(numbers)
+        progress(lambda: f"layer {number} of {count}, {name}")
         return fill(name, dense, rank)
 
-    return told
+    return fill_one
 
 
 def _why_nothing(model: nn.Module, plan: Plan) -> str:
     rows = plan.rows.values()
     reasons = [f"{row.name or '(the model itself)'}: {row.left_alone}" for row in rows]
     return f"no layer of {type(model).__name__} can be decomposed. " + (
-        f"Left alone: {'; '.join(reasons[:6])}." if reasons else "It has no weight matrix."
+        f"The reasons: {'; '.join(reasons[:6])}." if reasons else "It has no weight matrix."
     )
 
 
@@ -143,7 +143,7 @@ def fuse(model: Model, *, by: By = "params") -> Model:
             "dense" or "factored" for every low-rank layer.
 
     Returns:
-        The model, or what a bare layer became.
+        The model; for a bare layer, its replacement.
 
     Raises:
         LayerError: If there is no low-rank layer, or one was compiled by itself.
@@ -184,7 +184,7 @@ def extract(model: Model, ranks: Ranks | None = None, *, by: By = "params") -> M
         model: A decomposed model.
         ranks: Ranks as for `decompose`; a share is one of the full rank, whatever is stored. Layers
             that are not named keep their stored rank; rank 0 becomes one rank of zeros.
-        by: What decides between one layer and two, as in `fuse`.
+        by: The criterion for one layer or two, as for `fuse`.
 
     Returns:
         The plain copy.
@@ -218,13 +218,13 @@ def _require_not_compiled_alone(model: nn.Module) -> None:
         inner = unwrapped(module)
         if inner is not module and hasattr(type(inner), "user_attributes"):
             raise LayerError(
-                f"{name} was compiled by itself: its compiled code would still use the factors. "
-                "Compile the model or the part that holds it, or fuse before you compile."
+                f"{name} was compiled separately, and its code would still use the factors. "
+                "Compile the model or the module that contains it, or fuse before you compile."
             )
 
 
 def require_usable_weights(plan: Plan) -> None:
-    """Collect every layer whose weight cannot be factored, then refuse them together."""
+    """Raise one LayerError for all layers whose weights cannot be factored."""
     problems = []
     for name in plan.wanted():
         weight = plan.dense[name].weight

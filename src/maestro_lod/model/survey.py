@@ -1,4 +1,4 @@
-"""Survey: which layers can be decomposed, and why the others stay dense."""
+"""Survey: the layers that can be decomposed, and the reasons why others stay dense."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from maestro_lod.model.structure import UNPACKED, Form, Structure, structure_of,
 from maestro_lod.text import table
 
 Where = str | Iterable[str] | Callable[[str, nn.Module], bool]
-"""Which layers: a glob pattern, several, or a predicate (name, module) -> bool."""
+"""A choice of layers: a glob pattern, several, or a predicate (name, module) -> bool."""
 
 Tied = Literal["keep", "share"]
-"""What happens to an embedding that is tied to an output head: left alone, or one factor pair."""
+"""The treatment of an embedding that is tied to an output head: stay dense, or share factors."""
 
 
 @dataclass(frozen=True)
 class SurveyedLayer:
-    """One layer that holds a weight matrix: what it is, and why it is left alone if it is."""
+    """One layer with a weight matrix, and the reason if it stays dense."""
 
     name: str
     kind: str
@@ -35,15 +35,15 @@ class SurveyedLayer:
     full_rank: int | None = None
     """None for kinds that cannot be decomposed."""
     rank: int | None = None
-    """The rank that the layer has, or would get; None if it stays dense."""
+    """The current or planned rank of the layer; None if it stays dense."""
     low_rank: bool = False
     """Whether the layer is low-rank now."""
     left_alone: str = ""
-    """Why the layer stays dense; empty if it is, or can be, low-rank."""
+    """The reason why the layer stays dense; empty if it is, or can be, low-rank."""
     break_even: int | None = None
     """The largest rank at which the factors have no more weights than the dense layer."""
     slow: str = ""
-    """Why steps of the layer are hardly faster than dense ones, even below it; else empty."""
+    """The reason why steps of the layer are hardly faster even below break-even; else empty."""
 
     def __str__(self) -> str:
         if self.left_alone:
@@ -54,7 +54,7 @@ class SurveyedLayer:
 
 @dataclass(frozen=True)
 class Survey:
-    """What `decompose` makes of each layer of a model, and why: data, and a table when printed."""
+    """The result of `decompose` for each layer, with reasons: data, and a table when printed."""
 
     layers: tuple[SurveyedLayer, ...]
 
@@ -95,7 +95,7 @@ def survey(
     ranks: Ranks | None = None,
     tied: Tied = "keep",
 ) -> Survey:
-    """List what `decompose` would do with each layer, and why; nothing is changed.
+    """List the result of `decompose` for each layer, with reasons; changes nothing.
 
     Every module that owns a weight matrix is listed, attention and recurrent layers by their
     parts. For a decomposed model, low-rank layers are listed with their ranks and the others with
@@ -125,7 +125,7 @@ def survey(
 
 
 class Plan:
-    """A survey together with the modules that it speaks of."""
+    """A survey together with the modules of its rows."""
 
     rows: dict[str, SurveyedLayer]
     dense: dict[str, nn.Module]
@@ -133,9 +133,9 @@ class Plan:
     opened: dict[str, list[str]]
     """The layers with several weights, each with the names of its parts."""
     heads: dict[str, str]
-    """Output heads that would share the factors of an embedding: name of one -> of the other."""
+    """The names of output heads that would share factors, with those of their embeddings."""
     without_effect: str = ""
-    """What was given of ranks that would change nothing."""
+    """The part of `ranks` that would change nothing, as text."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Plan:
         self._linear: dict[str, nn.Module] = {}  # the heads themselves
         self._model = model
         self._blockers = Blockers(model)
-        done: set[int] = set()  # inside layers that were dealt with as a whole
+        done: set[int] = set()  # inside layers that were examined as a whole
         for name, module in model.named_modules():
             if id(module) not in done and self._examine(name, module):
                 done |= {id(inner) for inner in module.modules()}
@@ -170,7 +170,7 @@ class Plan:
             self._apply_ranks(ranks)
 
     def wanted(self) -> dict[str, int]:
-        """Return the layers to be decomposed now, with their ranks."""
+        """Return the layers to decompose, with their ranks."""
         return {
             name: row.rank
             for name, row in self.rows.items()
@@ -178,16 +178,16 @@ class Plan:
         }
 
     def structure(self, ranks: Mapping[str, int] | None = None) -> Structure:
-        """Return the structure that the model is to have, at the planned ranks or at these."""
+        """Return the structure of the decomposed model, at the planned ranks or at these."""
         ranks = self.wanted() if ranks is None else ranks
-        wanted = {name: Form("low-rank", rank) for name, rank in ranks.items()}
-        opened = {n: UNPACKED for n, parts in self.opened.items() if wanted.keys() & set(parts)}
-        found = {**structure_of(self._model), **opened, **wanted}
-        heads = {h: Form("shared", factors_of=e) for h, e in self.heads.items() if e in found}
-        return {**found, **heads}
+        layers = {name: Form("low-rank", rank) for name, rank in ranks.items()}
+        unpacked = {n: UNPACKED for n, parts in self.opened.items() if layers.keys() & set(parts)}
+        structure = {**structure_of(self._model), **unpacked, **layers}
+        heads = {h: Form("shared", factors_of=e) for h, e in self.heads.items() if e in structure}
+        return {**structure, **heads}
 
     def _examine(self, name: str, module: nn.Module) -> bool:
-        """List one module; say whether that deals with its submodules too."""
+        """List one module; return whether its submodules are done with it."""
         role, layer = module_role(module), cast("Any", module)
         if role == "low-rank":
             row = SurveyedLayer(name, layer.kind, tuple(layer.weight_shape), low_rank=True)
@@ -196,18 +196,18 @@ class Plan:
             shape = tuple(layer.embedding.weight_shape)
             reason = "uses the factors of its embedding"
             self.rows[name] = SurveyedLayer(name, "SharedHead", shape, left_alone=reason)
-        elif (opened := unpacked_type(type(module))) is not None:
+        elif (unpacked := unpacked_type(type(module))) is not None:
             if reason := self._blockers.unpacking_reason(module):
                 self._leave_alone(name, module, reason)
             else:
-                parts = {f"{name}.{k}".lstrip("."): p for k, p in opened(module).named_children()}
+                parts = {f"{name}.{k}".lstrip("."): p for k, p in unpacked(module).named_children()}
                 self.opened[name] = list(parts)
                 for part_name, part in parts.items():
                     self._add(part_name, part, self._blockers.saving_reason(part))
             return True
-        elif (obstacle := self._blockers.reason(module)) is not None:
-            self._add(name, module, obstacle)
-            return obstacle in ("quantized", "parametrized")
+        elif (blocker := self._blockers.reason(module)) is not None:
+            self._add(name, module, blocker)
+            return blocker in ("quantized", "parametrized")
         return False
 
     def _add(self, name: str, module: nn.Module, reason: str) -> None:
@@ -234,14 +234,14 @@ class Plan:
                 self.rows[head] = replace(self.rows[head], left_alone=why)
 
     def _apply_choice(self, where: Where | None, *, keep: bool) -> None:
-        """Mark the rows that `only` or `skip` rules out; refuse a pattern that matches nothing."""
+        """Mark the rows that `only` or `skip` excludes; raise if a pattern matches none."""
         if where is None:
             return
         option = "only" if keep else "skip"
-        found: dict[str, str] = {}
+        chosen: dict[str, str] = {}
         if callable(where):
             layers = self.dense | self._linear
-            found = {name: "" for name, module in layers.items() if where(name, module)}
+            chosen = {name: "" for name, module in layers.items() if where(name, module)}
         else:
             several = isinstance(where, Iterable) and not isinstance(where, str)
             for pattern in where if several else [where]:
@@ -257,19 +257,19 @@ class Plan:
                         f"{suggest(pattern, self.rows)} Layers that can be decomposed: "
                         f"{listed(self.dense)}."
                     )
-                found |= dict.fromkeys(hits, f" ({pattern})")
-        if not keep:  # who skips a head skips its embedding, which could not stay tied
-            found |= {emb: found[head] for head, emb in self.heads.items() if head in found}
+                chosen |= dict.fromkeys(hits, f" ({pattern})")
+        if not keep:  # with a head its embedding is skipped, which could not stay tied
+            chosen |= {emb: chosen[head] for head, emb in self.heads.items() if head in chosen}
         for name in self.wanted():
-            if (name in found) is not keep:
-                reason = "not among only" if keep else f"skipped as asked{found[name]}"
+            if (name in chosen) is not keep:
+                reason = "not matched by only" if keep else f"matched by skip{chosen[name]}"
                 self.rows[name] = replace(self.rows[name], rank=None, left_alone=reason)
                 for head in [h for h, embedding in self.heads.items() if embedding == name]:
                     del self.heads[head]
                     self.rows[head] = replace(self.rows[head], left_alone=reason)
 
     def _apply_ranks(self, ranks: Ranks) -> None:
-        """Set the ranks of the rows that are to be decomposed; refuse ranks for any other row."""
+        """Set the ranks of the rows to decompose; raise LayerError for ranks of other rows."""
         if not isinstance(ranks, Mapping) and ranks == 0:
             raise RankError(
                 "ranks=0 would leave nothing to train in any layer. Give at least 1, or 0 to some "
@@ -278,7 +278,9 @@ class Plan:
         for key in ranks if isinstance(ranks, Mapping) else ():
             row = self.rows.get(key)
             if row is not None and row.left_alone:
-                raise LayerError(f"ranks names {key!r}, which is left alone: {row.left_alone}.")
+                raise LayerError(
+                    f"ranks names {key!r}, which stays dense: {row.left_alone}. Leave it out."
+                )
             if row is not None and row.low_rank:
                 raise LayerError(
                     f"ranks names {key!r}, which is low-rank already (rank {row.rank}). "
@@ -286,8 +288,8 @@ class Plan:
                 )
         usable = [row for row in self.rows.values() if row.rank is not None]
         limits = {row.name: (row.full_rank or 0, row.full_rank or 0) for row in usable}
-        given = [{key: ranks[key]} for key in ranks] if isinstance(ranks, Mapping) else [ranks]
-        for part in given:
+        parts = [{key: ranks[key]} for key in ranks] if isinstance(ranks, Mapping) else [ranks]
+        for part in parts:
             chosen = resolve(part, limits)
             rows = [self.rows[name] for name in chosen]
             if all(row.low_rank for row in rows) and any(r.rank != chosen[r.name] for r in rows):
@@ -303,5 +305,5 @@ def _with_ranks(row: SurveyedLayer, layer: LowRank, rank: int) -> SurveyedLayer:
 
 
 def _largest_shape(module: nn.Module) -> tuple[int, ...]:
-    own = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
-    return tuple(max(own, key=lambda p: p.numel()).shape) if own else ()
+    weights = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+    return tuple(max(weights, key=lambda p: p.numel()).shape) if weights else ()

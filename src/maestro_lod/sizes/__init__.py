@@ -1,1 +1,1 @@
-"""Which ranks to keep for which size."""
+"""Choice of ranks: frontiers, calibration, latency and allocation."""

@@ -13,18 +13,23 @@ from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import Costs
 from maestro_lod.sizes.rank_order import lost_energy
 
-_FULL = 0.95  # times the limit: how much of it the model should use
-_GRAIN = 8192  # steps into which a cost is divided
+_FULL = 0.95  # the share of the limit that the model should use
+_STEPS = 8192  # the number of steps into which a cost is divided
 
 
 class Allocation:
-    """The ranks that lose the least within any limit up to `most`.
+    """The ranks that lose the least within any limit up to `most`, by dynamic programming.
 
-    `lost[name]` says which share of itself a layer loses if it keeps 0, 1, … ranks; the model keeps
-    the product of what its layers keep. So no layer that others depend on is given up: to lose all
-    of one is to lose all. `cost_of(name, rank)` says what a layer costs, `rest` what is not
-    low-rank. All combinations are compared: layer by layer, the least loss is noted for every cost
-    that can be reached. With `weights`, what a layer keeps counts to the power of its weight.
+    Layer by layer, the least loss is computed for every cost that can be reached. Losses multiply,
+    so that losing all of one layer counts as losing the whole model.
+
+    Args:
+        lost: For each layer the shares that it loses with 0, 1, … ranks.
+        choices: The ranks that each layer may have.
+        cost_of: The cost of a layer by name and rank.
+        most: The largest limit.
+        rest: The cost of everything except the low-rank layers.
+        weights: The exponent of the share that a layer keeps, by name; by default 1.
     """
 
     def __init__(
@@ -38,7 +43,7 @@ class Allocation:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         self._choices, self._cost_of, self._rest = choices, cost_of, rest
-        self._grain = max(1, math.ceil((most - rest) / _GRAIN))
+        self._grain = max(1, math.ceil((most - rest) / _STEPS))
         places = max(0, most - rest) // self._grain + 1
         self._least = torch.full((places,), math.inf, device="cpu")
         self._least[0] = 0.0
@@ -64,9 +69,9 @@ class Allocation:
         return math.ceil(self._cost_of(name, rank) / self._grain)
 
     def within(self, limit: int) -> dict[str, int]:
-        """Return the best ranks within a limit, and using nearly all of it if any do.
+        """Return the best ranks within a limit, preferably those that use nearly all of it.
 
-        The cheapest ones where none fit.
+        If no ranks are within the limit, return the cheapest ones.
         """
         least = self._least[: max(0, limit - self._rest) // self._grain + 1]
         full = max(0, math.ceil((_FULL * limit - self._rest) / self._grain))
@@ -85,7 +90,7 @@ class Allocation:
 def allocation(
     model: nn.Module, costs: Costs, kind: str, *, most: int, min_rank: int = 1
 ) -> Allocation:
-    """Return the best ranks of a model within a limit on "params" or "macs", by its own weights."""
+    """Return the allocation of a model by the energy of its weights; `kind` is a cost."""
     return Allocation(
         {name: lost_energy(layer) for name, layer in low_rank_layers(model).items()},
         rank_choices(model, min_rank),
@@ -96,7 +101,7 @@ def allocation(
 
 
 def rank_choices(model: nn.Module, min_rank: int = 1) -> dict[str, range]:
-    """Return the ranks that each layer can be cut to; a frozen layer keeps its own."""
+    """Return the possible ranks of each layer; a frozen layer keeps its rank."""
     return {name: _choice(layer, min_rank) for name, layer in low_rank_layers(model).items()}
 
 
@@ -110,12 +115,12 @@ def _is_frozen(layer: LowRank) -> bool:
 
 
 def frozen_layers(model: nn.Module) -> list[str]:
-    """Return the low-rank layers that are not trained, which keep all their ranks."""
+    """Return the names of frozen low-rank layers, which keep all their ranks."""
     return [name for name, layer in low_rank_layers(model).items() if _is_frozen(layer)]
 
 
 def smallest_cost(model: nn.Module, costs: Costs, kind: str, min_rank: int = 1) -> int:
-    """Return the least cost of the model, every layer at its cheapest rank."""
+    """Return the cost of the model with every layer at its cheapest rank."""
     return int(getattr(costs.rest, kind)) + sum(
         min(int(getattr(costs.layer(name, rank), kind)) for rank in choice)
         for name, choice in rank_choices(model, min_rank).items()

@@ -1,4 +1,4 @@
-"""Checks for averaged copies of a model, which must change along with its ranks."""
+"""Checks for averaged copies of a model, whose ranks must change together with the model's."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from maestro_lod.layers.ranks import low_rank_layers
 
 
 def require_no_other_average(model: nn.Module, ema: AveragedModel | None) -> None:
-    """Refuse to change ranks while an average of the model exists that cannot follow.
+    """Raise TrainingError if an averaged copy exists whose ranks would not change too.
 
-    torch would average ranks that do not belong together: of a model with one rank by broadcasting
-    it, of one whose ranks were put into order without any sign.
+    torch would silently average ranks that do not correspond: it broadcasts a single rank, and
+    cannot detect another order.
     """
     if not _others(model, ema):
         return
-    gc.collect()  # of those that were deleted
+    gc.collect()  # removes deleted averages
     if _others(model, ema):
         raise TrainingError(
-            "ranks would change under an AveragedModel of this model that was not given as ema: "
-            "its average would mix ranks that do not belong together. Give it, as "
-            "LoD(…, ema=averaged) or shrink(…, ema=averaged); of one that is no longer updated, "
-            "keep copy.deepcopy(averaged.module) and delete the rest."
+            "ranks would change while an AveragedModel of this model exists that was not passed "
+            "as ema=: its average would mix different ranks. Pass it: LoD(…, ema=averaged) or "
+            "shrink(…, ema=averaged). Replace an average that you have stopped updating with "
+            "copy.deepcopy(averaged.module)."
         )
 
 
 def _others(model: nn.Module, ema: AveragedModel | None) -> bool:
-    mine = {id(layer) for layer in low_rank_layers(model).values()}
+    layers = {id(layer) for layer in low_rank_layers(model).values()}
     return any(
-        id(layer.source) in mine
+        id(layer.source) in layers
         for average in gc.get_objects()
-        # isinstance would run the code of proxies, and take long
+        # isinstance would be slow, and run the code of proxies
         if type(average) is AveragedModel and average is not ema and "module" in average._modules
         for layer in low_rank_layers(average.module).values()
     )

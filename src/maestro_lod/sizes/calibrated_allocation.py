@@ -1,8 +1,8 @@
-"""Which ranks to keep, by what calibration knows: those that lose the least within a limit.
+"""Rank allocation by calibration: the ranks within a limit that lose the least.
 
-What the first k ranks leave out of a layer's outputs is known for every k, and adds up over layers
-as long as it is small. So `Allocation` finds the best ranks within a limit by arithmetic. That is
-an estimate; with a loss a few such allocations are measured, and the best is taken.
+Calibration knows the error of a layer's outputs with its first k ranks for every k. Small errors
+add up over layers, so `Allocation` computes the best ranks within a limit. The result is an
+estimate; with an objective several allocations are measured, and the best one is returned.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from maestro_lod.sizes.allocation import Allocation
 from maestro_lod.sizes.calibration import Calibration
 from maestro_lod.sizes.frontier_search import frontier
 
-_MOST_RANKS = 256  # of a layer that are considered, evenly spread
+_MOST_RANKS = 256  # the most ranks of a layer that are considered, evenly spaced
 _EXPONENTS = (1.0, 0.75, 0.5)
-"""How much a layer's energy counts beside those of others, in the allocations that are measured: 1
-as estimated, below it less, since what many layers lose together does not quite add up."""
+"""The exponents of layers' total energies in the measured allocations: 1 is the estimate; smaller
+ones reduce differences between layers, since errors of many layers do not exactly add up."""
 
 
 def choose_ranks(
@@ -35,24 +35,29 @@ def choose_ranks(
     max_params: float,
     objective: Objective | None = None,
 ) -> dict[str, int]:
-    """Return the ranks of a decomposed model that lose least within a limit; changes nothing.
-
-    >>> ranks = lod.choose_ranks(model, calibration, max_params=0.5)
+    """Choose the ranks of a decomposed model that lose the least within a limit; changes nothing.
 
     Args:
-        model: The decomposed model.
-        calibration: The calibration that it was decomposed with. With a loss it weights layers by
-            their effect on that loss; without one all layers count the same.
-        max_params: The most parameters: a number, or as a float a share of the dense model's.
+        model: A decomposed model.
+        calibration: The result of `calibrate` with which it was decomposed. With a loss it weights
+            layers by their effect on that loss; without one all layers count the same.
+        max_params: The most parameters: an int is a count, a float a share of the dense model's.
         objective: `objective(model)`, as for `frontier`. With it several allocations are measured,
-            and the best is returned.
+            and the best one is returned.
 
     Returns:
-        The ranks by layer.
+        The rank of each low-rank layer.
 
     Raises:
-        LayerError: The model has no low-rank layer, or one that was not calibrated.
-        OptionError: The limit is not usable or cannot be reached.
+        LayerError: If there is no low-rank layer, or one was not calibrated.
+        OptionError: If the limit is invalid or cannot be reached.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        >>> calibration = lod.calibrate(model, [torch.randn(100, 64)])
+        >>> model = lod.decompose(model, calibration=calibration)
+        >>> ranks = lod.choose_ranks(model, calibration, max_params=0.5)
+        >>> small = lod.extract(model, ranks)
     """
     model = unwrapped(model)
     layers = require_low_rank(model)
@@ -69,18 +74,18 @@ def choose_ranks(
 
 
 def energies_of(layers: Mapping[str, nn.Module], calibration: Calibration) -> dict[str, Tensor]:
-    """Return how much each rank of layers contributes, be they low-rank or still dense.
+    """Return the energy of each rank of low-rank or dense layers.
 
-    With gradients that is what the loss is estimated to lose without the rank; else the share of
-    the layer's outputs, as if all layers mattered the same.
+    With gradients the energy is an estimate of the loss without the rank; else it is the rank's
+    share of the layer's outputs, so that all layers count the same.
     """
-    found = {}
+    by_layer = {}
     for name, layer in layers.items():
         energy = calibration.energies(name, layer)
         if not calibration.has_gradients:
             energy = energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)
-        found[name] = energy
-    return found
+        by_layer[name] = energy
+    return by_layer
 
 
 def ranks_within(
@@ -105,19 +110,19 @@ def ranks_within(
     if (params := costs.at(ranks).params) > limit:
         raise OptionError(
             f"max_params={limit} cannot be reached: {costs.rest.params} parameters are outside of "
-            f"the low-rank layers, and {params} are left at the smallest ranks. Give a larger "
-            "limit, or decompose more layers (an embedding that is tied to the head: tied='share')."
+            f"the low-rank layers, and {params} remain at the smallest ranks. Give a larger limit, "
+            "or decompose more layers (an embedding that is tied to the head: tied='share')."
         )
     return ranks
 
 
 def _lost(energy: Tensor) -> Tensor:
-    """Return which share is lost with 0, 1, … ranks: shares multiply as what is missing adds up."""
+    """Return the shares that are lost with 0, 1, … ranks, such that adding energies multiplies."""
     missing = torch.cat([energy.flip(0).cumsum(0).flip(0), energy.new_zeros(1)])
     return -torch.expm1(-missing)
 
 
 def _choice(stored: int) -> range:
-    """Return the ranks that are considered, the stored one among them."""
+    """Return the ranks to consider, including the stored one."""
     step = max(1, stored // _MOST_RANKS)
     return range(stored - (stored - 1) // step * step if stored else 0, stored + 1, step)

@@ -37,12 +37,12 @@ keyword arguments."""
 
 
 _SAVED_EVERY = 60.0  # seconds
-_LEAST_WORK = 20  # times what it took to write the moments, before they are written again
+_LEAST_WORK = 20  # the least time between two writes of moments, in durations of a write
 _PARTIAL = "calibrating"  # the name of unfinished moments in the cache
 
 
 class Calibration:
-    """Moments of the inputs of a model's layers, by name; made by `calibrate`."""
+    """Moments of the inputs of a model's layers, by name; the result of `calibrate`."""
 
     def __init__(self, layers: Mapping[str, LowRank], cache: StageCache | None = None) -> None:
         self._layers, self._cache = dict(layers), cache or StageCache()
@@ -51,14 +51,14 @@ class Calibration:
     @property
     def unseen(self) -> list[str]:
         """Layers and experts that no sample reached; they are decomposed by their weights alone."""
-        found = []
+        names = []
         for name, seen in self.moments.items():
             reached = [] if seen.reached is None else seen.reached.tolist()
             if not any(reached) and seen.outputs is None:
-                found.append(name)
+                names.append(name)
             elif not all(reached):
-                found.append(f"{name} ({reached.count(False)} of {len(reached)})")
-        return found
+                names.append(f"{name} ({reached.count(False)} of {len(reached)})")
+        return names
 
     @property
     def has_gradients(self) -> bool:
@@ -68,41 +68,42 @@ class Calibration:
     def fill(self) -> Fill:
         """Return a function that decomposes dense layers by their moments."""
 
-        def filled(name: str, dense: nn.Module, rank: int) -> LowRank:
-            seen, kind = self._of(name), low_rank_type(type(dense))
-            if seen is None:
+        def fill_one(name: str, dense: nn.Module, rank: int) -> LowRank:
+            moments, kind = self._recorded(name), low_rank_type(type(dense))
+            if moments is None:
                 return by_weights(name, dense, rank)
             assert kind is not None
             return kind.from_dense(
                 dense,
                 rank,
                 split=lambda w, r: self._cache.get_or_compute(
-                    f"{name} at rank {r}", lambda: whitened_factors(w, r, seen.inputs, seen.outputs)
+                    f"{name} at rank {r}",
+                    lambda: whitened_factors(w, r, moments.inputs, moments.outputs),
                 ),
             )
 
-        return filled
+        return fill_one
 
     def energies(self, name: str, dense: nn.Module) -> Tensor:
-        """Return how much each rank of a layer contributes to its outputs, first to last.
+        """Return the contribution of each rank of a layer to its outputs, first to last.
 
-        With gradients it is the square of what the loss would change by, to first order, summed
-        over all positions, at which inputs and gradients are taken to be independent.
+        With gradients it is the square of the first-order change of the loss, summed over all
+        positions, with inputs and gradients assumed to be independent.
         """
         weight = dense.weight
         assert isinstance(weight, Tensor)
-        seen, layer = self._of(name) or Moments(), self._layers[name]
-        found = energies(layer.to_matrices(weight.detach()), seen.inputs, seen.outputs)
-        return found / seen.count if seen.has_gradients else found
+        moments, layer = self._recorded(name) or Moments(), self._layers[name]
+        sums = energies(layer.to_matrices(weight.detach()), moments.inputs, moments.outputs)
+        return sums / moments.count if moments.has_gradients else sums
 
-    def _of(self, name: str) -> Moments | None:
+    def _recorded(self, name: str) -> Moments | None:
         if name not in self.moments:
             raise LayerError(
-                f"calibration knows no layer {name or '(the model itself)'}: it is of another "
-                "model, or was made with another only, skip or tied. Calibrate with the same."
+                f"calibration has no layer {name or '(the model itself)'}: it is of another model, "
+                "or was made with another only, skip or tied. Calibrate with the same ones."
             )
-        seen = self.moments[name]
-        return None if seen.inputs is None and seen.outputs is None else seen
+        moments = self.moments[name]
+        return None if moments.inputs is None and moments.outputs is None else moments
 
 
 def calibrate(
@@ -118,32 +119,34 @@ def calibrate(
 ) -> Calibration:
     """Run a dense model over batches and collect moments of its layers; changes nothing.
 
-    Layers that no batch reaches, and experts without tokens, are named in a warning and will be
-    decomposed by their weights alone.
-
-    >>> seen = lod.calibrate(model, batches)
-    >>> lod.decompose(model, calibration=seen)
+    A warning names layers that no batch reaches, and experts without tokens; they are decomposed by
+    their weights alone.
 
     Args:
-        model: The dense model.
+        model: A dense model.
         batches: Batches (inputs, target), or inputs alone.
         loss: `loss(output, target)`. With it gradients of the layers' outputs are collected too:
             errors then count by their effect on the loss, and layers can be compared.
         only: The layers to calibrate, as for `decompose`.
         skip: The layers to leave out, as for `decompose`.
-        tied: What happens to layers that share a weight, as for `decompose`.
-        memory: The most bytes of moments that are held at once. What takes more is made part by
-            part, each in a pass over the batches, and waits in temporary files.
-        resume: A directory for finished work: after a kill, the same call resumes there. The
+        tied: The treatment of layers that share a weight, as for `decompose`.
+        memory: The most bytes of moments in memory. If all need more, they are collected in several
+            passes over the batches, and stored in temporary files.
+        resume: A directory for finished work, from which the same call resumes after a kill. The
             batches must come in the same order each time.
 
     Returns:
         The calibration, for `decompose` and `choose_ranks`.
 
     Raises:
-        LayerError: No layer can be calibrated, or a layer sees values that are not finite.
-        DataError: There is no batch.
-        OptionError: The directory `resume` belongs to another call.
+        LayerError: If no layer can be calibrated.
+        DataError: If there is no batch, or one gives values that are not finite.
+        OptionError: If the directory `resume` belongs to another call.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        >>> calibration = lod.calibrate(model, [torch.randn(100, 64)])
+        >>> model = lod.decompose(model, calibration=calibration)
     """
     model = unwrapped(model)
     plan = Plan(model, only=only, skip=skip, ranks=None, tied=tied)
@@ -165,10 +168,12 @@ def calibrate_plan(
     memory: int = 2**31,
     stacklevel: int = 2,
 ) -> Calibration:
-    """Calibrate the layers that a plan decomposes; the moments are kept in a cache."""
+    """Calibrate the layers that a plan decomposes, with a cache for the moments."""
     layers = {name: uninitialized(name, plan.dense[name], 0) for name in plan.wanted()}
     if not layers:
-        raise LayerError(f"no layer of {type(model).__name__} can be calibrated.")
+        raise LayerError(
+            f"no layer of {type(model).__name__} can be calibrated. Call survey for the reasons."
+        )
     calibration = Calibration(layers, cache)
     moments = cache.get_or_compute(
         "calibration", lambda: _moments(model, plan, layers, batches, loss, memory, cache)
@@ -177,7 +182,8 @@ def calibrate_plan(
     calibration.moments = {name: Moments(**values) for name, values in moments.items()}
     if calibration.unseen:
         warnings.warn(
-            f"no calibration sample reached {listed(calibration.unseen)}: split by weights alone.",
+            f"no calibration sample reached {listed(calibration.unseen)}: decomposed by weights "
+            "alone. Add samples that reach them.",
             stacklevel=stacklevel,
         )
     return calibration
@@ -212,7 +218,7 @@ def _moments(
 def _parts(
     layers: Mapping[str, LowRank], memory: int, *, gradients: bool
 ) -> Iterator[dict[str, LowRank]]:
-    """Split layers so that the moments of each part fit into memory, but for a single layer's."""
+    """Split layers into parts whose moments fit into memory; a part has at least one layer."""
     part: dict[str, LowRank] = {}
     used = 0
     for name, layer in layers.items():
@@ -233,9 +239,9 @@ def _pass(
     first: int,
     after: Callable[[int], None],
 ) -> None:
-    """Run the model over the batches from the first on while a part of its layers is looked at.
+    """Run the model over the batches from number `first` on, while its layers are observed.
 
-    `after` gets the number of batches that were seen, after each of them.
+    `after` is called after each batch with the number of batches so far.
     """
     model, device, number = observer.model, device_of(observer.model), -1
     with in_mode(model, training=False), observer.watching():
@@ -250,7 +256,7 @@ def _pass(
                     observer.differentiate(loss(output, on_device(target, device)))
             after(number + 1)
     if number < 0:
-        raise DataError("there is nothing to calibrate on: the data has no batch.")
+        raise DataError("the calibration data has no batches. Give at least one.")
 
 
 class _Partial:
@@ -260,25 +266,29 @@ class _Partial:
         self._cache, self._due = cache, time.monotonic() + _SAVED_EVERY
 
     def save(
-        self, moments: Mapping[str, Moments], parts: list[dict[str, LowRank]], done: int, seen: int
+        self,
+        moments: Mapping[str, Moments],
+        parts: list[dict[str, LowRank]],
+        done: int,
+        batches: int,
     ) -> None:
-        """Save the moments after `done` parts and a number of batches, if it is time to."""
+        """Save the moments after `done` parts and a number of batches, if a save is due."""
         if (began := time.monotonic()) < self._due:
             return
         values = {name: vars(one) for name, one in moments.items()}
-        self._cache.save(_PARTIAL, [[[*part] for part in parts], done, seen, values])
+        self._cache.save(_PARTIAL, [[[*part] for part in parts], done, batches, values])
         now = time.monotonic()
         self._due = now + max(_SAVED_EVERY, _LEAST_WORK * (now - began))
 
     def load(
         self, moments: Mapping[str, Moments], parts: list[dict[str, LowRank]], device: torch.device
     ) -> tuple[int, int]:
-        """Load moments, if there are any; return how many parts and batches they are after."""
+        """Load saved moments; return the numbers of finished parts and batches, else zeros."""
         if (saved := self._cache.load(_PARTIAL)) is None:
             return 0, 0
-        names, done, seen, values = saved
-        if names != [[*part] for part in parts]:  # made within other limits of memory
+        names, done, batches, values = saved
+        if names != [[*part] for part in parts]:  # saved with another limit of memory
             return 0, 0
         for name, one in values.items():
             vars(moments[name]).update(on_device(one, device))
-        return done, seen
+        return done, batches

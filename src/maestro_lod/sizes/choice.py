@@ -1,4 +1,4 @@
-"""Choice of a size to deploy, and of the form of each of its layers."""
+"""Choice of the size to deploy, and of the form of each layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from maestro_lod.model.surgery import extract
 from maestro_lod.sizes.latency import Latency, latency, round_ranks
 
 Judge = Callable[[Mapping[str, int]], Size]
-"""Evaluates a submodel that was not searched: ranks in, loss and accuracy out."""
+"""Evaluates the loss and accuracy of a submodel that the search did not measure."""
 
 
 def choose(
@@ -34,14 +34,16 @@ def choose(
     *,
     prefer_speed: bool = False,
 ) -> tuple[dict[str, int], Size | None, nn.Module]:
-    """Choose the best size within limits, or the model as it was trained if there are none.
+    """Choose the best size within limits; without limits the model at its stored ranks.
 
-    Returns the ranks, the size that was chosen (None without limits), and the extracted model.
+    Returns the ranks, the chosen size (None without limits), and the extracted model.
     """
     if limits:
         require_limits(limits)
         if sizes is None:
-            raise OptionError(f"{listed(limits)} need sizes to choose from: frontier(…).")
+            raise OptionError(
+                f"{listed(limits)} cannot be used without a frontier. Give one: frontier(…)."
+            )
     if not (low_rank_layers(model) or limits or prefer_speed or multiple):
         return {}, None, copy.deepcopy(model)
     measured = latency(model, example) if prefer_speed or "max_latency" in limits else None
@@ -50,7 +52,7 @@ def choose(
         if multiple is not None:
             ranks = round_ranks(model, ranks, multiple=multiple)
         return ranks, None, extract(model, ranks, by=measured or "params")
-    if measured is not None:  # the times of the frontier are those of another batch
+    if measured is not None:  # the frontier may have times of another batch size
         sizes = sizes.with_latency(measured.predict, measured.dense)
     point, plain = Choice(model, sizes, limits, example, measured, multiple, judge).best()
     return point.ranks, point, plain
@@ -58,10 +60,10 @@ def choose(
 
 @dataclass
 class Choice:
-    """The best size of a frontier within limits: in the smallest forms, or in the fastest.
+    """The best size of a frontier within limits, in its smallest or its fastest forms.
 
-    Where times were `measured`, layers that are slower factored are multiplied out, as far as
-    limits on the size allow.
+    With `measured` times, layers that are slower factored become dense, as far as limits on the
+    size allow.
     """
 
     model: nn.Module
@@ -74,11 +76,11 @@ class Choice:
     costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sizes.point(**self.limits)  # refuses limits that no size meets even as it was found
+        self.sizes.point(**self.limits)  # raises for limits that no size meets
         self.costs = Costs(self.model, dense_macs(self.model, self.example))
 
     def best(self) -> tuple[Size, nn.Module]:
-        """Return the best size that is within the limits when deployed, and its extracted model."""
+        """Return the best size within the limits when deployed, and its extracted model."""
         tried: list[Size] = []
         for point in self.sizes.within(self.limits):
             ranks = point.ranks
@@ -88,7 +90,7 @@ class Choice:
                 continue
             size, forms = self._in_forms(replace(point, ranks=ranks))
             if ranks != point.ranks and self.judge is not None and self._holds(size, self.limits):
-                again = self.judge(ranks)  # what a rounded size is worth was not searched
+                again = self.judge(ranks)  # the search did not measure rounded ranks
                 size = replace(size, loss=again.loss, accuracy=again.accuracy)
             if self._holds(size, self.limits):
                 plain = extract(self.model, ranks, by=forms)
@@ -99,15 +101,12 @@ class Choice:
         why = replace(self.sizes, points=tuple(tried)).why_none(self.limits, together=True)
         rounded = f" with its ranks rounded to multiples of {self.multiple}"
         raise OptionError(
-            f"{why} That is as it would be deployed{rounded if self.multiple else ''}. Give wider "
-            f"limits{', or another multiple to round to' if self.multiple else ''}."
+            f"{why} These are the values when deployed{rounded if self.multiple else ''}. Give "
+            f"wider limits{', or another multiple to round to' if self.multiple else ''}."
         )
 
     def _in_forms(self, point: Size) -> tuple[Size, dict[str, PlainForm]]:
-        """Choose the form of each layer.
-
-        Returns the point with the costs of this, whether or not it is within the limits.
-        """
+        """Choose the form of each layer; return the size with its costs, and the forms."""
         forms, measured = better_forms(self.model, point.ranks), self.measured
 
         def in_forms(forms: Mapping[str, PlainForm]) -> Size:
@@ -126,5 +125,5 @@ class Choice:
         return in_forms(forms), forms
 
     def _holds(self, point: Size, limits: Mapping[str, float]) -> bool:
-        """Return whether a size is within limits; shares are of the frontier's dense model."""
+        """Return whether a size is within limits, with shares of the frontier's dense model."""
         return bool(replace(self.sizes, points=(point,)).within(limits))

@@ -1,4 +1,4 @@
-"""Frontier search: from one model, the best submodel for every cost."""
+"""Frontier search: the best submodel of a model for every cost."""
 
 from __future__ import annotations
 
@@ -42,42 +42,45 @@ def frontier(
     resume: str | os.PathLike[str] | None = None,
     memory: int = 2**31,
 ) -> Frontier:
-    """Search the best submodels of a low-rank model, from its own ranks down; changes nothing.
+    """Search the best submodels of a model, from its stored ranks down; changes nothing.
 
     `objective` and `accuracy` get the model without gradients and dropout, and with norms that use
-    the statistics of the batch; all that they do to it is undone.
-
-    >>> found = lod.frontier(model, lambda m: F.cross_entropy(m(x), y))
-    >>> small = lod.extract(model, found.pick(max_macs=0.25))
+    batch statistics; changes of modes and running statistics are undone.
 
     Args:
-        model: The low-rank model.
+        model: A decomposed model.
         objective: `objective(model)`: the loss of the model on one large fixed batch.
         method: "greedy" always cuts the layer whose cut raises the loss least (the paper's search),
             by `step` of its ranks. "look-ahead" begins like "greedy"; once the loss rises it takes
-            the cut, of any size, that raises it least per saved cost, and keeps what it measures on
-            the way. Both evaluate only the candidates that may be best.
-        ranks: Ranks to evaluate instead of a search, such as those that other runs ended with.
+            the cut, of any size, that raises it least per saved cost, and keeps the submodels that
+            it measures between. Both evaluate only candidates that may be best.
+        ranks: Ranks to evaluate instead of a search, for instance those of other runs.
         cost: The cost to save: "macs" or "params".
         step: The share of a layer's ranks in one step of "greedy".
         exact: Whether to evaluate all candidates before each cut.
         example: An input to count MACs for; by default the batch that `objective` evaluates.
         accuracy: `accuracy(model)`: a share between 0 and 1, evaluated for each submodel.
-        until: The share of the dense cost at which the search ends, or a function that returns True
-            for the first submodel to end at.
+        until: The share of the dense cost at which the search ends, or a function of a Size that
+            returns True for the last one.
         on_progress: `on_progress(done, total, note)` gets the saved share of the dense cost in
             percent, 100, and the number of submodels so far.
-        resume: A directory for what the search has measured: after a kill, the same call resumes
-            there, with the same result.
-        memory: The most bytes of outputs that are remembered to save time.
+        resume: A directory for measured losses, from which the same call resumes after a kill, with
+            the same result.
+        memory: The most bytes of cached outputs, which save time.
 
     Returns:
-        The submodels and their costs, from the model's own ranks down.
+        The submodels and their costs, from the stored ranks down.
 
     Raises:
-        LayerError: The model has no low-rank layer, or none with a cheaper rank.
-        OptionError: An option is not usable, the objective is not a finite number or differs from
+        LayerError: If there is no low-rank layer, or none with a cheaper rank.
+        OptionError: If an option is invalid, the objective is not a finite number or differs from
             call to call, or `resume` belongs to another call.
+
+    Example:
+        >>> model, x = lod.decompose(nn.Sequential(nn.Linear(64, 32))), torch.randn(100, 64)
+        >>> target = model(x).detach()
+        >>> frontier = lod.frontier(model, lambda m: (m(x) - target).square().mean())
+        >>> small = lod.extract(model, frontier.pick(max_macs=0.25))
     """
     model = unwrapped(model)
     _require_options(method, cost, step, until)
@@ -93,7 +96,7 @@ def frontier(
         search = Search(replay, costs, cost, step, answers)
         steps = at_given_ranks(search, maps) if maps is not None else _steps(search, method, exact)
         points = []
-        for point, share in _measured(search, steps, accuracy, on_progress or _usual_progress()):
+        for point, share in _measured(search, steps, accuracy, on_progress or _default_progress()):
             points.append(point)
             if until is not None and (until(point) if callable(until) else share <= until):
                 break
@@ -102,7 +105,7 @@ def frontier(
 
 
 def _steps(search: Search, method: str, exact: bool) -> Iterator[Submodel]:
-    """Begin a search, or refuse one in which no layer has a cheaper rank."""
+    """Start a search; raise LayerError if no layer has a cheaper rank."""
     if all(len(ladder) == 1 for ladder in search.ladders.values()):
         raise LayerError(
             f"no low-rank layer of {type(search.replay.model).__name__} has a rank at which it has "
@@ -118,7 +121,7 @@ def _measured(
     accuracy: Callable[[nn.Module], float] | None,
     on_progress: OnProgress,
 ) -> Iterator[tuple[Size, float]]:
-    """Yield the model as it is and the submodels of a search, with shares of the dense cost."""
+    """Yield the full model and the submodels of a search, with shares of the dense cost."""
     for count, (ranks, loss) in enumerate(itertools.chain([search.current], steps), 1):
         point, share = _point(search, ranks, loss, accuracy), search.share(ranks)
         saved, sizes = max(0.0, 1.0 - share), f"{count} size{'s' * (count > 1)}"
@@ -149,12 +152,12 @@ def _point(
 def _macs(
     model: nn.Module, example: Example | None, replay: Replay, *, needed: bool
 ) -> DenseMacs | None:
-    """Count MACs on the example or the batch; None if that cannot be done and is not needed."""
+    """Count MACs on the example or the batch; None if that fails and they are not needed."""
     call = replay.call if example is None else example
     if call is None:
         if needed:
             raise OptionError(
-                "objective did not call the model itself, so its MACs are not known. Give an "
+                "objective did not call the model directly, so its MACs are not known. Give an "
                 "example= of its input, or cost='params'."
             )
         return None
@@ -167,7 +170,7 @@ def _macs(
 
 
 def require_method(method: str) -> None:
-    """Refuse a search method that does not exist."""
+    """Raise OptionError for an unknown search method."""
     if method not in METHODS:
         raise OptionError(
             f"method={method!r} is not known.{suggest(str(method), METHODS)} Choose one of "
@@ -175,10 +178,10 @@ def require_method(method: str) -> None:
         )
 
 
-def _usual_progress() -> OnProgress:
-    """Return what reports the progress of a search by default."""
-    tell = ProgressLine("frontier")
-    return lambda done, total, note: tell(lambda: note)
+def _default_progress() -> OnProgress:
+    """Return the default `on_progress`, which writes a progress line."""
+    line = ProgressLine("frontier")
+    return lambda done, total, note: line(lambda: note)
 
 
 def _require_options(method: str, cost: str, step: float, until: object) -> None:

@@ -1,8 +1,8 @@
-"""Latency of layers on this machine: the dense form and the factored form at a few ranks.
+"""Latency of layers on this machine: the dense form, and the factored form at a few ranks.
 
-Fewer parameters are not always faster: two small products move more memory than one, and calls
-have a price of their own. So each layer is measured in both plain forms, on inputs of the shapes
-that it gets in a forward of the model, and `fuse` and `extract` can decide by that.
+Fewer parameters are not always faster: two small products move more memory than one, and every call
+has a cost. So each layer is measured in both plain forms, on inputs with the shapes of a forward of
+the model, and `fuse` and `extract` can choose forms by these times.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from maestro_lod.sizes.timing import interleaved, ratios, run
 from maestro_lod.text import Table, Tabular
 
 _POINTS = 4  # ranks per layer: break-even or the stored rank, and halves of it
-_WHOLE = "the dense model"  # keys of what is timed: this, and (layer, rank)
+_WHOLE = "the dense model"  # the keys of timings are this one, and (layer, rank)
 _DENSE = 0  # the rank in the key of a layer's dense form
 MOST_NOISE = 0.05
-"""A measurement that scatters more than this does not excuse a layer that is slower by more."""
+"""The largest relative noise that can make a slower factored form count as equal."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class RankTiming:
     ratio: float
     """Time of the factored form over that of the dense form: the median over the rounds."""
     noise: float
-    """How far that median may be off: the interquartile range of the rounds over √rounds."""
+    """The uncertainty of that median: the interquartile range of the rounds over √rounds."""
 
 
 @dataclass(frozen=True)
 class LayerLatency:
-    """One low-rank layer: seconds of its dense form in one forward, and the factored ones."""
+    """The times of one low-rank layer in one forward of the model: dense, and factored by rank."""
 
     rank: int
     full_rank: int
     break_even: int
-    """The largest rank at which the factors have no more weights than the dense form; 0 if there
-    is no factored form. Above it nothing is measured: dense has less of everything."""
+    """The largest rank at which the factors have no more weights than the dense form; 0 without a
+    factored form. Larger ranks are not measured, since dense is better in all respects."""
     dense: float
     points: tuple[RankTiming, ...]
     """By rank, ascending; empty if the layer did not run or has no factored form."""
@@ -60,12 +60,12 @@ class LayerLatency:
     def at(self, rank: int) -> RankTiming:
         """Return the factored form at a rank up to break-even, interpolated between points.
 
-        Below the smallest measured rank its time is taken, which is an upper bound.
+        Below the smallest measured rank the time of that rank is used, which is an upper bound.
         """
         rank = max(rank, 1)  # one rank of zeros stands in for none
         below = [point for point in self.points if point.rank <= rank]
         above = [point for point in self.points if point.rank >= rank]
-        if not self.points:  # it did not run, so no form is slower
+        if not self.points:  # a layer that did not run is not slower in any form
             return RankTiming(rank, 1.0, 0.0)
         if not below or not above:
             nearest_point = above[0] if above else below[-1]
@@ -76,14 +76,14 @@ class LayerLatency:
         return RankTiming(rank, ratio, max(low.noise, high.noise))
 
     def choose(self, rank: int) -> PlainForm:
-        """Return the faster form; within the noise the one with fewer weights, factored."""
+        """Return the faster form; within the noise the factored one, which has fewer weights."""
         if rank > self.break_even:
             return "dense"
         point = self.at(rank)
         return "factored" if point.ratio <= 1 + min(point.noise, MOST_NOISE) else "dense"
 
     def seconds(self, rank: int, form: PlainForm | None = None) -> float:
-        """Return the time at a rank, of the chosen form or of another one."""
+        """Return the time at a rank, in a form or in the chosen one."""
         factored = (form or self.choose(rank)) == "factored"
         return self.dense * (self.at(rank).ratio if factored else 1.0)
 
@@ -96,7 +96,7 @@ class Latency(Tabular):
     """Seconds of one forward of the whole model with every layer dense."""
     layers: dict[str, LayerLatency]
     batch: int
-    """The leading dimension of the example: the batch size that all of this is true for."""
+    """The leading dimension of the example: the batch size of the measurement."""
     rounds: int
     threads: int
     dtype: str
@@ -108,17 +108,17 @@ class Latency(Tabular):
         if name not in self.layers:
             raise LayerError(
                 f"{name or '(the model itself)'} was not measured.{suggest(name, self.layers)} "
-                f"Measured: {listed(self.layers)}. Call latency on the model that you extract."
+                f"Measured: {listed(self.layers)}. Call latency for the model that you extract."
             )
         return self.layers[name].choose(rank)
 
     def predict(
         self, ranks: Ranks | None = None, *, forms: Mapping[str, PlainForm] | None = None
     ) -> float:
-        """Return the seconds that the model extracted at these ranks should take; above 0.
+        """Predict the seconds of a forward of the model extracted at these ranks; above 0.
 
-        Each layer has the form that was chosen by this, or that of `forms`. The dense model as a
-        whole was measured; what its layers gain is added up.
+        Each layer has its form in `forms`, or else the chosen one. The prediction is the measured
+        time of the dense model, less the gains of its layers.
         """
         limits = {name: (layer.rank, layer.full_rank) for name, layer in self.layers.items()}
         chosen = {name: layer.rank for name, layer in self.layers.items()}
@@ -127,13 +127,13 @@ class Latency(Tabular):
             layer.dense - layer.seconds(chosen[name], (forms or {}).get(name))
             for name, layer in self.layers.items()
         )
-        alone = sum(layer.dense for layer in self.layers.values())
-        # noise may make the layers alone slower than the whole, which cannot gain more than it has
-        return self.dense - gained * min(1.0, self.dense / alone if alone else 1.0)
+        total = sum(layer.dense for layer in self.layers.values())
+        # by noise the layers together may be slower than the model, which cannot gain more
+        return self.dense - gained * min(1.0, self.dense / total if total else 1.0)
 
     @property
     def method(self) -> str:
-        """How it was measured, in one line."""
+        """The conditions of the measurement, in one line."""
         return (
             f"batch {self.batch}, {self.threads} threads, {self.dtype}, {self.device}, torch "
             f"{self.torch}; medians of {self.rounds} interleaved rounds in inference mode"
@@ -145,7 +145,7 @@ class Latency(Tabular):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Latency:
-        """Return what `to_dict` was given; refuse data of another shape."""
+        """Create a latency from the data of `to_dict`; raise CheckpointError for other data."""
         try:
             layers = {
                 str(name): LayerLatency(
@@ -155,10 +155,12 @@ class Latency(Tabular):
             }
             return cls(**{**data, "layers": layers})
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"this is no measured latency ({error!r}).") from error
+            raise CheckpointError(
+                f"the data is not a measured latency ({error!r}). Measure it again."
+            ) from error
 
     def table(self) -> Table:
-        """Return each layer, dense and factored, and the whole model."""
+        """Return a row per layer with its dense and factored times, and the totals."""
         rows = []
         for name, layer in self.layers.items():
             ranks = range(1, min(layer.rank, layer.break_even) + 1)
@@ -188,25 +190,27 @@ def _seconds_as_text(seconds: float) -> str:
 def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
     """Measure every low-rank layer dense and factored on this machine; changes nothing.
 
-    The number of threads is torch's. A layer that is used in several places counts with all of
-    them. All forms are held in memory at once, about three times the dense model, so that each
-    round times all of them within moments.
-
-    >>> measured = lod.latency(model, x)
-    >>> small = lod.extract(model, 0.25, by=measured)
+    The number of threads is torch's. The time of a layer includes all its uses. All forms are in
+    memory at once, about three times the dense model, so that each round times all of them shortly
+    after each other.
 
     Args:
-        model: The low-rank model.
-        example: An input with the batch size to measure at. Of floats only the shapes count; whole
-            numbers, such as token ids, are used unchanged.
-        rounds: How often each form is timed.
+        model: A decomposed model.
+        example: An input with the batch size to measure at. Only the shapes of floats count;
+            integers, such as token ids, are used unchanged.
+        rounds: The number of timings of each form.
 
     Returns:
         The times, for `extract`, `fuse` and `Frontier.with_latency`.
 
     Raises:
-        LayerError: The model has no low-rank layer, or does not run on the example.
-        OptionError: `rounds` is below 1, or the example has no batch dimension.
+        LayerError: If there is no low-rank layer, or the model does not run on the example.
+        OptionError: If `rounds` is below 1, or the example has no batch dimension.
+
+    Example:
+        >>> model = lod.decompose(nn.Sequential(nn.Linear(64, 32)))
+        >>> latency = lod.latency(model, torch.randn(8, 64), rounds=3)
+        >>> small = lod.extract(model, 0.25, by=latency)
     """
     if rounds < 1:
         raise OptionError(f"rounds={rounds!r} must be one or more.")
@@ -238,11 +242,26 @@ def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
 
 
 def round_ranks(model: nn.Module, ranks: Ranks | None, *, multiple: int = 8) -> dict[str, int]:
-    """Return ranks rounded to the nearest multiple that each layer has; kernels like those.
+    """Round ranks to multiples of a number, at which kernels are faster.
 
-    A layer that has fewer ranks than the multiple keeps what was asked for, and so does rank 0.
+    Args:
+        model: A decomposed model.
+        ranks: Ranks as for `extract`.
+        multiple: The number. Rank 0, and ranks of layers that have fewer ranks than it, are not
+            rounded.
 
-    >>> small = lod.extract(model, round_ranks(model, 0.25))
+    Returns:
+        The rank of each low-rank layer: the nearest multiple that the layer has.
+
+    Raises:
+        LayerError: If there is no low-rank layer, or a name matches none.
+        RankError: If a layer cannot have the rank.
+        OptionError: If `multiple` is below 1.
+
+    Example:
+        >>> model = lod.decompose(nn.Sequential(nn.Linear(64, 32)))
+        >>> lod.round_ranks(model, 13)
+        {'0': 16}
     """
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise OptionError(f"multiple={multiple!r} must be a whole number, one or more.")
@@ -258,23 +277,23 @@ def round_ranks(model: nn.Module, ranks: Ranks | None, *, multiple: int = 8) -> 
 
 
 def all_dense(model: nn.Module) -> nn.Module:
-    """Return the model extracted with every layer multiplied out."""
+    """Extract a model with every layer dense."""
     return extract(model, by=dict.fromkeys(require_low_rank(model), "dense"))
 
 
 @dataclass(frozen=True)
 class _LayerCall:
-    """One call of a layer in the forward: by the layer itself, or by a head that shares it."""
+    """One call of a layer in the forward, or of a head that shares its factors."""
 
     head: SharedHead | None
     inputs: tuple[Tensor, ...]
-    """On the meta device where only their shapes and layouts matter."""
+    """Tensors; on the meta device if only their shapes and layouts matter."""
 
 
 def _recorded_calls(model: nn.Module, call: ModelInputs) -> dict[str, list[_LayerCall]]:
     """Run the model once and record the inputs of each low-rank layer.
 
-    Parts that a layer multiplies by itself are not called: deployed, they cost what dense ones do.
+    Weights that their layer multiplies by are not called; deployed, they are as fast as dense ones.
     """
     calls: dict[str, list[_LayerCall]] = {name: [] for name in require_low_rank(model)}
     modules = dict(unwrapped(model).named_modules())
@@ -307,13 +326,13 @@ def _break_even(layer: LowRank) -> int:
 
 
 def _grid(layer: LowRank) -> list[int]:
-    """Return the ranks to measure: the largest that can pay, and halves of it."""
+    """Return the ranks to measure: the largest that can be faster, and halves of it."""
     top = min(max(layer.rank, 1), _break_even(layer))  # rank 0 becomes one rank of zeros
     return sorted({max(top >> i, 1) for i in range(_POINTS)}) if top else []
 
 
 def _drawn_inputs(calls: list[_LayerCall], device: torch.device) -> list[tuple[Tensor, ...]]:
-    """Return inputs for each call; floats of the same shape and layout share their memory."""
+    """Draw inputs for each call; floats of the same shape and layout share their memory."""
     generator = torch.Generator(device).manual_seed(0)
     memory: dict[Any, Tensor] = {}
 
@@ -329,15 +348,15 @@ def _drawn_inputs(calls: list[_LayerCall], device: torch.device) -> list[tuple[T
 def _forward(
     layer: LowRank, rank: int, calls: list[_LayerCall], inputs: list[tuple[Tensor, ...]]
 ) -> Callable[[], None]:
-    """Return what runs a plain form of the layer as often as one forward of the model does."""
+    """Return a function that runs a plain form of a layer as often as one forward of the model."""
     form: PlainForm = "dense" if rank == _DENSE else "factored"
     plain = layer.plain(form, None if rank == _DENSE else min(rank, layer.rank))
     heads = {id(call.head): call.head.plain(plain) for call in calls if call.head is not None}
     steps = [heads.get(id(call.head), plain) for call in calls]
 
     def run_all() -> None:
-        for step, given in zip(steps, inputs, strict=True):
-            step(*given)
+        for step, arguments in zip(steps, inputs, strict=True):
+            step(*arguments)
 
     return run_all
 
@@ -345,7 +364,7 @@ def _forward(
 def _measured(
     name: str, layer: LowRank, whole: float, times: Mapping[Any, list[float]]
 ) -> LayerLatency:
-    """Return the medians of ratios of times within the same rounds."""
+    """Return the times of a layer, from medians of ratios within rounds."""
     dense, points = 0.0, []
     if (name, _DENSE) in times:
         dense_times = times[name, _DENSE]
@@ -357,7 +376,7 @@ def _measured(
 
 
 def _scatter(values: list[float]) -> float:
-    """Return how far the median of these values may be off."""
+    """Return the uncertainty of the median of these values."""
     if len(values) < 2:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")

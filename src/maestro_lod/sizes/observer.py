@@ -17,7 +17,7 @@ from maestro_lod.layers.lowrank import LowRank, Rows
 from maestro_lod.layers.registry import unpacked_type
 from maestro_lod.model.survey import Plan
 
-LARGEST_OUTPUT = 4096  # of a layer whose output gradients are related to each other
+LARGEST_OUTPUT = 4096  # for wider outputs only the diagonal of the moment is collected
 
 
 @dataclass
@@ -27,38 +27,39 @@ class Moments:
     inputs: Tensor | None = None
     """The sum of x·xᵀ over all positions, for each group: (groups, n, n)."""
     outputs: Tensor | None = None
-    """The same for the gradients of the outputs, (groups, m, m); of embeddings and wide outputs
-    the diagonal alone, (groups, m). None means that all outputs count the same."""
+    """The same for the gradients of the outputs, (groups, m, m); for embeddings and wide outputs
+    only the diagonal, (groups, m). None means that all outputs count the same."""
     reached: Tensor | None = None
-    """Which groups got any input."""
+    """The groups with any input, as a mask."""
     count: int = 0
-    """At how many positions the layer was used, or its experts together."""
+    """The number of positions at which the layer, or any of its experts, was used."""
     has_gradients: bool = False
     """Whether gradients of a loss weight the errors of the layer."""
     looked_up: bool = False
     """Whether rows of the weight are looked up, not multiplied: `outputs` counts them."""
 
-    def add(self, what: str, moment: Tensor) -> None:
-        known = getattr(self, what)
-        if what == "inputs":
+    def add(self, side: str, moment: Tensor) -> None:
+        """Add a moment of "inputs" or "outputs"."""
+        total = getattr(self, side)
+        if side == "inputs":
             now = moment.flatten(1).any(1)
             self.reached = now if self.reached is None else self.reached | now
-        if known is None:
-            setattr(self, what, moment.double())
+        if total is None:
+            setattr(self, side, moment.double())
         else:
-            known += moment
+            total += moment
 
     def to_disk(self) -> None:
-        """Let tensors of a CPU lie in temporary files: what nobody reads needs no memory then."""
-        for what in ("inputs", "outputs"):
-            if (known := getattr(self, what)) is not None and known.device.type == "cpu":
-                setattr(self, what, _on_disk(known))
+        """Move CPU tensors to memory-mapped temporary files, to free memory until they are read."""
+        for side in ("inputs", "outputs"):
+            if (moment := getattr(self, side)) is not None and moment.device.type == "cpu":
+                setattr(self, side, _on_disk(moment))
 
     def join_head(self, head: Moments) -> None:
-        """Take over what was seen of an output head that uses the rows of this embedding too.
+        """Add the moments of an output head that shares this embedding.
 
-        Every row is scored at every position, so that all of them count the same. With gradients
-        both uses count by what they do to the loss, else half each.
+        The head scores every row at every position, so all rows count the same. With gradients both
+        uses count by their effect on the loss, else half each.
         """
         if head.inputs is None:
             return
@@ -84,7 +85,7 @@ def _on_disk(tensor: Tensor) -> Tensor:
 
 
 class Observer:
-    """Collects moments of some layers of a model, by hooks."""
+    """Hooks that collect moments of some layers of a model."""
 
     def __init__(
         self,
@@ -103,25 +104,25 @@ class Observer:
     def watching(self) -> Iterator[None]:
         """Collect moments inside the `with` block."""
         modules = dict(self.model.named_modules())
-        opened = {part: whole for whole, parts in self._plan.opened.items() for part in parts}
-        wholes = {opened[name] for name in self._layers if name in opened}
+        whole_of = {part: whole for whole, parts in self._plan.opened.items() for part in parts}
+        wholes = {whole_of[name] for name in self._layers if name in whole_of}
         with ExitStack() as hooks:
 
             def hook(module: nn.Module, function: Callable[..., Any]) -> None:
                 handle = module.register_forward_hook(function, with_kwargs=True)
                 hooks.callback(handle.remove)
 
-            for name in self._layers.keys() - opened.keys():
-                hook(modules[name], self._seen(name))
+            for name in self._layers.keys() - whole_of.keys():
+                hook(modules[name], self._layer_hook(name))
             for head, embedding in self._plan.heads.items():
                 if embedding in self._layers:
-                    hook(modules[head], self._head_seen(head))
+                    hook(modules[head], self._head_hook(head))
             for name in wholes:
-                hook(modules[name], self._opened(name, modules[name]))
+                hook(modules[name], self._unpacked_hook(name, modules[name]))
             hooks.enter_context(_without_nested_tensors(self.model))
             yield
 
-    def _seen(self, name: str) -> Callable[..., Tensor | None]:
+    def _layer_hook(self, name: str) -> Callable[..., Tensor | None]:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
             layer, inputs = self._layers[name], (*args, *kwargs.values())
             with torch.no_grad():
@@ -134,13 +135,13 @@ class Observer:
         return look
 
     def _remember(self, name: str, output: Tensor, inputs: Any = ()) -> Tensor | None:
-        """Keep an output for its gradient; frozen layers give one that has it instead of theirs."""
+        """Keep an output for its gradient; for frozen layers return a replacement with gradient."""
         frozen = not output.requires_grad
-        seen = output.detach().requires_grad_() if frozen else output
-        self._outputs.append((name, seen, inputs))
-        return seen.clone() if frozen else None
+        kept = output.detach().requires_grad_() if frozen else output
+        self._outputs.append((name, kept, inputs))
+        return kept.clone() if frozen else None
 
-    def _head_seen(self, head: str) -> Callable[..., Tensor | None]:
+    def _head_hook(self, head: str) -> Callable[..., Tensor | None]:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
             rows = next(iter((*args, *kwargs.values())))
             self._add(head, [rows.detach().reshape(-1, rows.shape[-1])])
@@ -148,38 +149,38 @@ class Observer:
 
         return look
 
-    def _opened(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        """Look into a layer with several weights: run it once more, with parts that can be seen."""
-        opened = unpacked_type(type(module))(module)
-        if opened.applies_parts:
-            return lambda module, args, kwargs, output: opened.shown(
-                self._part_seen(name), *args, **kwargs
-            )  # None leaves the output as it is
-        for key, part in opened.named_children():
+    def _unpacked_hook(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        """Observe a layer with several weights by running it again, unpacked."""
+        unpacked = unpacked_type(type(module))(module)
+        if unpacked.applies_parts:
+            return lambda module, args, kwargs, output: unpacked.observed(
+                self._part_callback(name), *args, **kwargs
+            )  # None keeps the output
+        for key, part in unpacked.named_children():
             if (full := f"{name}.{key}".lstrip(".")) in self._layers:
-                part.register_forward_hook(self._seen(full), with_kwargs=True)
-        return lambda module, args, kwargs, output: opened(*args, **kwargs)
+                part.register_forward_hook(self._layer_hook(full), with_kwargs=True)
+        return lambda module, args, kwargs, output: unpacked(*args, **kwargs)
 
-    def _part_seen(self, name: str) -> Callable[[str, Tensor, Tensor], None]:
-        def see(part: str, rows: Tensor, product: Tensor) -> None:
+    def _part_callback(self, name: str) -> Callable[[str, Tensor, Tensor], None]:
+        def on_product(part: str, rows: Tensor, product: Tensor) -> None:
             if (full := f"{name}.{part}".lstrip(".")) in self._layers:
                 self._add(full, [rows])
                 if self._gradients and product.requires_grad:
                     self._outputs.append((full, product, ()))
 
-        return see
+        return on_product
 
     def _count(self, name: str, counts: Tensor) -> None:
-        """Add how often rows of a weight are looked up: that is how much they count."""
-        seen = self._moments[name]
-        seen.add("outputs", counts[None])
-        seen.count += int(counts.sum())
-        seen.looked_up = True
+        """Weight the rows of an embedding by the numbers of their look-ups."""
+        moments = self._moments[name]
+        moments.add("outputs", counts[None])
+        moments.count += int(counts.sum())
+        moments.looked_up = True
 
     def _add(self, name: str, rows: Rows) -> None:
-        seen = self._moments[name]
-        seen.add("inputs", self._moment(name, rows))
-        seen.count += sum(len(each) for each in rows)
+        moments = self._moments[name]
+        moments.add("inputs", self._moment(name, rows))
+        moments.count += sum(len(each) for each in rows)
 
     def _moment(self, name: str, rows: Rows) -> Tensor:
         exact = [r.to(torch.promote_types(r.dtype, torch.float32)) for r in rows]
@@ -187,23 +188,23 @@ class Observer:
         if not bool(torch.isfinite(moment).all()):
             raise DataError(
                 f"calibration batch {self.batch} gives NaN or infinite values at layer "
-                f"{name or '(the model itself)'}. Look at the batch, or compute in float32."
+                f"{name or '(the model itself)'}. Check the batch, or compute in float32."
             )
         return moment
 
     def differentiate(self, loss: Tensor) -> None:
-        """Add what the loss says about the outputs of all layers that were called."""
+        """Add the moments of the loss's gradients at the outputs of all called layers."""
         outputs, self._outputs = self._outputs, []
         gradients = torch.autograd.grad(loss, [y for _, y, _ in outputs], allow_unused=True)
         for (name, _, inputs), gradient in zip(outputs, gradients, strict=True):
             if gradient is None:
                 continue
             layer = self._layers.get(name)
-            of_head = [gradient.reshape(-1, gradient.shape[-1])]
-            rows = of_head if layer is None else layer.output_rows(gradient, *inputs)
+            flat = [gradient.reshape(-1, gradient.shape[-1])]  # the rows of a shared head
+            rows = flat if layer is None else layer.output_rows(gradient, *inputs)
             if rows is None:
                 continue
-            # what an embedding puts out are its columns; its rows count by what is looked up
+            # the outputs of an embedding are its columns; its rows are weighted by look-ups
             side = "inputs" if self._moments[name].looked_up else "outputs"
             wide = layer is None or rows[0].shape[1] > LARGEST_OUTPUT
             self._moments[name].add(side, (self._diagonal if wide else self._moment)(name, rows))
@@ -215,7 +216,7 @@ class Observer:
 
 @contextmanager
 def _without_nested_tensors(model: nn.Module) -> Iterator[None]:
-    """Keep torch's encoders from packing sequences, of which layers would see no plain tensor."""
+    """Keep torch's encoders from packing sequences into nested tensors, which hooks cannot use."""
     encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
     before = [encoder.use_nested_tensor for encoder in encoders]
     try:

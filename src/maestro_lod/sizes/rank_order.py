@@ -1,4 +1,4 @@
-"""Rank order: sort the ranks of a model by singular values, without any other change."""
+"""Rank order: sort the ranks of a model by singular values, with unchanged weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from maestro_lod.sizes.averages import require_no_other_average
 
 @torch.no_grad()
 def lost_energy(layer: LowRank) -> Tensor:
-    """Return the share of its squared weights that a layer loses at rank 0, 1, …."""
+    """Return the shares of its squared weights that a layer loses with 0, 1, … ranks."""
     u, v = (f.double().cpu() for f in layer._matrices(*map(gathered, layer.stored_factors())))
     products = ((u.mT @ u) * (v @ v.mT)).sum(0)  # of ranks as matrices, over all groups
     tails = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0).clamp(min=0)
@@ -32,11 +32,11 @@ def lost_energy(layer: LowRank) -> Tensor:
 def order_ranks(
     model: nn.Module, optimizer: Optimizer | None = None, ema: AveragedModel | None = None
 ) -> None:
-    """Replace the factors of every trained layer by those of its SVD; its weight stays the same.
+    """Replace the factors of every trained layer with those of its SVD; weights stay the same.
 
-    The first k ranks then are the best approximation of rank k. What the optimizer remembers of a
-    factor, and the averaged copy, are brought to the new directions too. Factors that are sharded
-    are gathered one layer at a time.
+    The first k ranks then are the best approximation of rank k. The optimizer's state of the
+    factors, and the averaged copy, are transformed too. Sharded factors are gathered one layer at a
+    time.
     """
     require_no_other_average(model, ema)
     averaged = {} if ema is None else low_rank_layers(ema.module)
@@ -49,7 +49,7 @@ def _order(layer: LowRank, states: Mapping[Any, Any], averaged: LowRank | None) 
     stored_u, stored_v = layer.stored_factors()
     u, v = (f.double() for f in layer._matrices(gathered(stored_u), gathered(stored_v)))
     new_u, new_v = svd_factors(u @ v, layer.rank)
-    # u goes by `forth` and v by `back`; so a gradient of u goes by back and one of v by forth
+    # u is multiplied by `forth` and v by `back`; gradients of u by back and those of v by forth
     forth, back = torch.linalg.pinv(u) @ new_u, new_v @ torch.linalg.pinv(v)
     if averaged is not None:
         averaged_u, averaged_v = averaged.stored_factors()
@@ -70,47 +70,47 @@ def _order(layer: LowRank, states: Mapping[Any, Any], averaged: LowRank | None) 
 
 
 def _moments(factor: Tensor, states: Mapping[Any, Any]) -> list[Tensor]:
-    """Return what an optimizer remembers of every entry of a factor."""
+    """Return the state tensors of an optimizer with the shape of a factor."""
     held = states.get(factor, {}).values()
     return [t for t in held if isinstance(t, Tensor) and t.ndim and t.shape == factor.shape]
 
 
 def _share_moments(layer: LowRank, states: Any, new_u: Tensor, new_v: Tensor) -> None:
-    """Give the factor that was the identity what is remembered of the weight, as seen from it.
+    """Compute the optimizer state of the identity factor from that of the weight.
 
-    The gradient G of the weight is one of G·vᵀ for u, and uᵀ·G for v.
+    A gradient G of the weight gives G·vᵀ for u, and uᵀ·G for v.
     """
     u, v = layer.stored_factors()
     weight, still = (v, u) if layer.identity_factor == "u" else (u, v)
-    known = states.setdefault(still, {}) if weight in states else {}
+    state = states.setdefault(still, {}) if weight in states else {}
     for key, value in states.get(weight, {}).items():
         if not isinstance(value, Tensor) or value.shape != weight.shape:
-            known[key] = value.clone() if isinstance(value, Tensor) else value
+            state[key] = value.clone() if isinstance(value, Tensor) else value
             continue
         whole = gathered(value).double()
         if layer.identity_factor == "u":
-            of_weight = layer._matrices(gathered(u).double(), whole)[1]
-            seen = of_weight @ _suited(value, new_v.mT)
-            shared = layer.factors_of(seen, new_v)[0]
+            matrices = layer._matrices(gathered(u).double(), whole)[1]
+            projected = matrices @ _suited(value, new_v.mT)
+            shared = layer.factors_of(projected, new_v)[0]
         else:
-            of_weight = layer._matrices(whole, gathered(v).double())[0]
-            seen = _suited(value, new_u.mT) @ of_weight
-            shared = layer.factors_of(new_u, seen)[1]
-        fill(known.setdefault(key, torch.empty_like(still)), shared)
+            matrices = layer._matrices(whole, gathered(v).double())[0]
+            projected = _suited(value, new_u.mT) @ matrices
+            shared = layer.factors_of(new_u, projected)[1]
+        fill(state.setdefault(key, torch.empty_like(still)), shared)
 
 
 def _suited(held: Tensor, turn: Tensor) -> Tensor:
-    """Return how means of gradients turn or, of what is never negative, means of their squares."""
+    """Return the transform of means of gradients or, for states without negatives, of squares."""
     return turn.square() if bool((gathered(held) >= 0).all()) else turn
 
 
 def _turn_u(u: Tensor, turn: Tensor) -> None:
-    """Multiply what has the shape of `u` by (groups, rank, rank) from the right, in place."""
+    """Multiply a tensor shaped as `u` by (groups, rank, rank) from the right, in place."""
     by_group = gathered(u).double().reshape(len(turn), -1, u.shape[1], u.shape[2:].numel())
     fill(u, torch.einsum("gork,grs->gosk", by_group, turn).reshape(u.shape))
 
 
 def _turn_v(v: Tensor, turn: Tensor) -> None:
-    """Multiply what has the shape of `v` by (groups, rank, rank) from the left, in place."""
+    """Multiply a tensor shaped as `v` by (groups, rank, rank) from the left, in place."""
     by_group = gathered(v).double().reshape(len(v), len(turn), -1)
     fill(v, torch.einsum("gsr,rgn->sgn", turn, by_group).reshape(v.shape))

@@ -1,10 +1,10 @@
-"""Replay: evaluate an objective at changing ranks, running only what a change affects.
+"""Replay: evaluate an objective at changing ranks, running only the affected modules.
 
-A search asks for the loss of one model a thousand times, with one layer changed each time. All that
-ran before that layer gives what it gave before. So what modules returned is remembered, by their
-place in the tree of calls, and returned again until a changed layer is used. The model's own code
-runs every time, so nothing has to be known about it. A loss that calls the model batch by batch
-makes several passes, and each of them is shortened so.
+A search evaluates the loss of one model a thousand times, with one layer changed each time. Modules
+that run before that layer return the same outputs again. So outputs are cached, by their place in
+the tree of calls, and returned until a changed layer is used. Only modules are skipped: all other
+code of the model runs every time. An objective that calls the model batch by batch makes several
+passes, each of which is shortened.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import activated, require_low_rank
 from maestro_lod.model.inputs import ModelInputs, Objective, batch_statistics, require_number
-from maestro_lod.model.replace import lock_of
+from maestro_lod.model.replace import model_lock
 
 logger = logging.getLogger(__name__)
 
 _Place: TypeAlias = tuple[int, ...]
 """A call in the tree of calls: (2, 0, 1) is the second call in the first call in the third pass."""
 
-_PLAIN = (Tensor, bool, int, float, str, type(None))  # what can be returned a second time
+_PLAIN = (Tensor, bool, int, float, str, type(None))  # types that can be returned again
 
 
 class _Values:
-    """Arguments or outputs of a call, and whether they were written to since."""
+    """Arguments or outputs of a call, with a check for later in-place changes."""
 
     def __init__(self, values: Any) -> None:
         self.leaves, self._structure = tree_flatten(values)
@@ -52,7 +52,7 @@ class _Values:
 
     @property
     def size(self) -> int | None:
-        """Bytes of the tensors; None if there is something that cannot be returned again."""
+        """Bytes of the tensors; None if some value cannot be returned again."""
         if all(isinstance(leaf, _PLAIN) for leaf in self.leaves):
             return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, Tensor))
         return None
@@ -64,7 +64,7 @@ class _Values:
         return tree_unflatten(leaves, self._structure)
 
     def equals(self, other: _Values) -> bool:
-        """Return whether both are known to be equal, value by value."""
+        """Return whether all values are plain and equal."""
         alike = self._structure == other._structure and not self.written
         return alike and all(map(_equal, self.leaves, other.leaves))
 
@@ -78,23 +78,23 @@ def _equal(one: Any, other: Any) -> bool:
 
 @contextmanager
 def alone_with(model: nn.Module) -> Iterator[None]:
-    """Evaluate a model inside, one thread at a time: its modes and forwards are exchanged."""
-    with lock_of(model), batch_statistics(model):
+    """Lock and evaluate a model inside the block, in which its modes and forwards are changed."""
+    with model_lock(model), batch_statistics(model):
         yield
 
 
 class _Intercepted:
-    """A forward, or a use of factors, that goes through a replay; in copies of models it does not.
+    """A forward, or a use of factors, that a replay intercepts.
 
-    Other threads that run the model meanwhile, and copies, get what was there.
+    Other threads that run the model meanwhile, and copies of it, use the original.
     """
 
     def __init__(self, replay: Replay, plain: Callable[..., Any], through: Callable[..., Any]):
         self._replay, self._plain, self._through = replay, plain, through
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mine = _RUNNING.get() is self._replay
-        return (self._through if mine else self._plain)(*args, **kwargs)
+        running = _RUNNING.get() is self._replay
+        return (self._through if running else self._plain)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._plain, memo)
@@ -109,14 +109,14 @@ class _Seen(NamedTuple):
     module: nn.Module
     size: int | None
     layers: frozenset[str]
-    """The low-rank layers that were used in its pass until it returned."""
+    """The low-rank layers that its pass used until it returned."""
 
 
 class Replay:
-    """The loss of a low-rank model at its current ranks, and at ranks that differ from them.
+    """The loss of a low-rank model at its current ranks and at changed ranks.
 
-    `objective` is evaluated several times at first, to learn which calls there are and that their
-    outputs can be used again. `memory` limits the bytes that are spent on outputs.
+    `objective` is evaluated several times at first, to record the calls and to check that their
+    outputs can be reused. `memory` limits the bytes of cached outputs.
     """
 
     def __init__(self, model: nn.Module, objective: Objective, *, memory: int) -> None:
@@ -125,25 +125,25 @@ class Replay:
         self.ranks = {name: layer.rank for name, layer in self.layers.items()}
         self.call: ModelInputs | None = None
         """The arguments of the model's first call, on the meta device; None if there was none."""
-        self._order: dict[str, int] = {}  # in which layers are first used
+        self._order: dict[str, int] = {}  # of the first uses of layers
         self._seen: dict[_Place, _Seen] = {}
-        self._kept: set[_Place] | None = None  # whose outputs are remembered; None: to be seen
-        self._inputs: dict[int, _Values] = {}  # of each pass
-        self._outputs: dict[_Place, tuple[_Values, frozenset[str]]] = {}  # with layers as in _Seen
-        self._overwritten: set[_Place] = set()  # into whose outputs the model writes later
+        self._kept: set[_Place] | None = None  # calls with cached outputs; None: not decided yet
+        self._inputs: dict[int, _Values] = {}  # by pass
+        self._outputs: dict[_Place, tuple[_Values, frozenset[str]]] = {}  # with the layers of _Seen
+        self._overwritten: set[_Place] = set()  # calls whose outputs the model changes later
         self.loss = self._run(self.ranks, set())
         if math.isinf(self.loss):
             raise OptionError(
-                "the loss at the model's own ranks is NaN or infinite. Is the batch empty, or are "
-                "weights not finite?"
+                "the loss at the model's stored ranks is NaN or infinite. Check that the batch is "
+                "not empty and the weights are finite."
             )
         self._kept = self._worth_keeping(memory)
         self._test()
 
-    # -- what a search asks --------------------------------------------------------------------
+    # -- interface of searches -----------------------------------------------------------------
 
     def evaluate(self, changes: Mapping[str, int]) -> float:
-        """Return the loss at the current ranks with these changes; infinite if it is no number."""
+        """Return the loss at the current ranks with these changes; infinite if it is NaN."""
         return self._run({**self.ranks, **changes}, self._changed(changes))
 
     def accept(self, changes: Mapping[str, int], loss: float) -> None:
@@ -163,10 +163,10 @@ class Replay:
     # -- evaluating ----------------------------------------------------------------------------
 
     def _run(self, ranks: Mapping[str, int], changed: set[str]) -> float:
-        """Evaluate the loss; calls that end before a changed layer is used are not run again."""
+        """Evaluate the loss; calls that end before a changed layer is used are not repeated."""
         self._changed_now, self._change_met, self._replaying = changed, False, False
-        self._used: set[str] = set()  # layers, in the pass that runs
-        self._calls = [0]  # that were made by the loss and, one inside the other, by running calls
+        self._used: set[str] = set()  # layers, in the current pass
+        self._calls = [0]  # numbers of calls by the objective and, nested, by running calls
         active = {layer: ranks[name] for name, layer in self.layers.items()}
         with alone_with(self.model), self._intercepted(), activated(active):
             loss = require_number(self._function(self.model), "objective")
@@ -174,7 +174,7 @@ class Replay:
 
     @contextmanager
     def _intercepted(self) -> Iterator[None]:
-        """Let calls of modules, and uses of factors, go through us inside the `with` block."""
+        """Intercept calls of modules and uses of factors inside the `with` block."""
         modules = [m for m in self.model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         replaced: list[tuple[nn.Module, str, Any]] = [
             *((m, "forward", self._through(m.forward, self._call, m)) for m in modules),
@@ -183,7 +183,7 @@ class Replay:
                 for name, m in self.layers.items()
             ),
         ]
-        before = [(m, key, m.__dict__.get(key)) for m, key, _ in replaced]  # mostly the class's
+        before = [(m, key, m.__dict__.get(key)) for m, key, _ in replaced]  # usually not set
         for module, key, value in replaced:
             module.__dict__[key] = value  # past nn.Module's slow setattr
         outer = _RUNNING.get()
@@ -198,9 +198,9 @@ class Replay:
                     module.__dict__[key] = own
 
     def _through(
-        self, plain: Callable[..., Any], way: Callable[..., Any], *what: Any
+        self, plain: Callable[..., Any], interceptor: Callable[..., Any], *arguments: Any
     ) -> _Intercepted:
-        return _Intercepted(self, plain, partial(way, *what, plain))
+        return _Intercepted(self, plain, partial(interceptor, *arguments, plain))
 
     def _use(self, name: str, factors: Callable[[], Any]) -> Any:
         self._order.setdefault(name, len(self._order))
@@ -217,9 +217,9 @@ class Replay:
         place = tuple(self._calls)
         if len(place) == 1:
             self._begin_pass(place[0], _Values((args, kwargs)))
-        if (known := self._known(place, module)) is not None:
+        if (cached := self._cached(place, module)) is not None:
             self._calls[-1] += 1
-            return known.again(copied=place in self._overwritten)
+            return cached.again(copied=place in self._overwritten)
         self._calls.append(0)
         try:
             output = forward(*args, **kwargs)
@@ -235,8 +235,8 @@ class Replay:
             self._outputs[place] = values, frozenset(self._used)
         return output
 
-    def _known(self, place: _Place, module: nn.Module) -> _Values | None:
-        """Return what a call returned at the current ranks, if it would return that now."""
+    def _cached(self, place: _Place, module: nn.Module) -> _Values | None:
+        """Return the cached output of a call if the call would return it again, else None."""
         if place in self._seen and self._seen[place].module is not module:
             self._replaying = False  # calls come in another order than in the first evaluation
         if not self._replaying or place not in self._outputs:
@@ -250,10 +250,10 @@ class Replay:
         return values
 
     def _begin_pass(self, index: int, inputs: _Values) -> None:
-        """See whether a pass gets what it got before.
+        """Check whether a pass has the same inputs as before.
 
-        It may get something else because an earlier one has met a changed layer: that is for now.
-        Or because ranks were accepted: then its outputs are remembered again.
+        Inputs may differ since an earlier pass used a changed layer, which is temporary, or since
+        ranks were accepted; then the outputs of the pass are cached again.
         """
         self._used = set()
         self._replaying = index in self._inputs and self._inputs[index].equals(inputs)
@@ -265,17 +265,16 @@ class Replay:
     # -- after the first evaluation ------------------------------------------------------------
 
     def _worth_keeping(self, memory: int) -> set[_Place]:
-        """Return the calls whose outputs are worth remembering.
+        """Return the calls whose outputs are worth caching.
 
-        Some low-rank layer is used after such a call, but before the call ends that it is part of:
-        otherwise the outer output is enough. If memory does not suffice, outer calls come first,
-        and among them early ones.
+        After such a call, and before its outer call ends, some low-rank layer is used; otherwise
+        the outer output is enough. If memory is short, outer calls come first, then early ones.
         """
         kept = set()
         for place, (_, size, layers) in sorted(self._seen.items(), key=lambda s: (len(s[0]), s[0])):
             outer = place[:-1]
             while outer and self._seen[outer].size is None:
-                outer = outer[:-1]  # runs every time
+                outer = outer[:-1]  # not cached
             until = self._seen[outer].layers if outer else frozenset(self._order)
             if size is not None and layers != until and size <= memory:
                 memory -= size
@@ -283,23 +282,23 @@ class Replay:
         return kept
 
     def _test(self) -> None:
-        """See that the loss is the same again, and also if outputs are used again."""
+        """Check that the loss is the same when repeated, and with cached outputs."""
         again = self._run(self.ranks, set())
         if not math.isclose(self.loss, again, rel_tol=1e-4, abs_tol=1e-7):
             raise OptionError(
-                f"the loss is {self.loss:.6g} and, evaluated again at the same ranks, {again:.6g}. "
-                "Evaluate one fixed batch, without augmentation or other randomness."
+                f"the loss differs between two evaluations at the same ranks: {self.loss:.6g} and "
+                f"{again:.6g}. Use one fixed batch, without augmentation or other randomness."
             )
         if not self._kept:
             return
-        # If modules keep values for themselves, let them keep other ones. Then replay, the longest
-        # first, because what runs puts the right ones back.
+        # modules that keep state get the state of other ranks; then the longest replays come first,
+        # because modules that run restore theirs
         self._run({name: rank - rank // 2 for name, rank in self.ranks.items()}, set(self.layers))
         for name in sorted(self.layers, key=self.first_use, reverse=True):
             if self._run(self.ranks, {name}) != self.loss:
                 logger.warning(
-                    "%s gives another loss when outputs of its modules are used again: every "
-                    "evaluation runs the whole model", type(self.model).__name__,
+                    "the loss of %s changes with cached outputs of its modules: every evaluation "
+                    "runs the whole model", type(self.model).__name__,
                 )  # fmt: skip
                 self._kept.clear()
                 self._outputs.clear()

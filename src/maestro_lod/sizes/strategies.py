@@ -1,9 +1,8 @@
-"""Search methods: which layer gives up ranks next, and how many.
+"""Search methods: the choice of the next layer to cut, and of the number of ranks.
 
-Each way is a generator. It changes the ranks of a `Search` step by step and yields the submodels
-that it comes by, each as ranks and loss. A layer moves down a ladder of ranks, each about a tenth
-below the one before and low enough to cost less: what is above break-even is deployed dense, so it
-jumps below that first.
+A method is a generator. It changes the ranks of a `Search` step by step and yields submodels, each
+as ranks and loss. A layer moves down a ladder of ranks: each is about a tenth below the last and
+costs less. Ranks above break-even cost as much as the dense form, so the first step skips them.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from maestro_lod.model.cost import Costs
 from maestro_lod.sizes.replay import Replay
 
 Submodel: TypeAlias = tuple[dict[str, int], float]
-"""Ranks, and the loss there."""
+"""Ranks, and the loss at these ranks."""
 Step: TypeAlias = tuple[str, int]
-"""A layer, and a lower rank for it."""
+"""A layer and a lower rank for it."""
 
 
 @dataclass
@@ -34,7 +33,7 @@ class Search:
     step: float
     answers: Answers
     ladders: dict[str, list[int]] = field(init=False)
-    """The ranks that each layer may have, from the model's own on down."""
+    """The ranks of each layer, from the stored one down."""
 
     def __post_init__(self) -> None:
         self.ladders = {name: self._ladder(name, rank) for name, rank in self.ranks.items()}
@@ -54,7 +53,7 @@ class Search:
         )
 
     def accept(self, changes: Mapping[str, int], loss: float) -> None:
-        """Change ranks for good."""
+        """Change the current ranks."""
         self.replay.accept(changes, loss)
 
     @property
@@ -63,13 +62,13 @@ class Search:
         return dict(self.ranks), self.loss
 
     def saved(self, name: str, rank: int) -> int:
-        """Return how much of the searched cost a layer at a rank saves."""
-        dense, here = self.costs.layer(name, rank, "dense"), self.costs.layer(name, rank)
-        saved: int = getattr(dense - here, self.cost)
+        """Return the saving of a layer at a rank, in the searched cost."""
+        dense, current = self.costs.layer(name, rank, "dense"), self.costs.layer(name, rank)
+        saved: int = getattr(dense - current, self.cost)
         return saved
 
     def gain(self, step: Step) -> int:
-        """Return how much a layer at a lower rank saves in addition to its current savings."""
+        """Return the additional saving of a step."""
         name, rank = step
         return self.saved(name, rank) - self.saved(name, self.ranks[name])
 
@@ -98,37 +97,37 @@ def _less(rank: int, step: float) -> int:
     return math.floor((1.0 - step) * rank + 1e-9)  # 0.7 · 90 is a little less than 63
 
 
-_ALIKE = 0.01  # of the model's own loss: differences that are a matter of chance
+_ALIKE = 0.01  # differences below this share of the full model's loss count as chance
 
 
 @dataclass
 class Greedy:
-    """Always takes the step that raises the loss least or, with `ahead`, least per saved cost.
+    """Search that takes the step with the least rise of the loss or, with `ahead`, per saved cost.
 
     A step is one rung of a layer's ladder or, with `ahead`, any number of them: the first rungs
-    below break-even cost loss and save almost nothing, and hide that the next ones are cheap. Such
-    steps are long, so what was measured for one and lies on the way is a submodel too. But as long
-    as the loss is about the model's own, which cut looks best is a matter of chance and a long step
-    a bet: until then `ahead` takes single rungs too, those that raise the loss least.
+    below break-even raise the loss and save almost nothing, which hides that the next ones are
+    cheap. Such steps are long, so submodels that were measured between are yielded too. While the
+    loss is about that of the full model, its differences are chance and long steps risky: until it
+    rises, `ahead` takes single rungs with the least rise of the loss too.
 
-    With `exact` all steps are evaluated before each move. Otherwise only those that may be best: a
-    loss increase that was measured some moves ago is trusted less with every move, and taken for
-    smaller, down to nothing after half as many moves as there are layers.
+    With `exact` all steps are evaluated before each move. Otherwise only those that may be best: an
+    older rise of the loss is reduced with every move since its measurement, to zero after half as
+    many moves as there are layers.
     """
 
     search: Search
     ahead: bool
     exact: bool
     losses: dict[Step, float] = field(default_factory=dict)
-    """What was measured before this move."""
+    """Losses that were measured for this move."""
     increases: dict[str, dict[int, float]] = field(default_factory=dict)
-    """The same over the current loss, by layer and rank; also older ones."""
+    """The rises over the current loss, by layer and rank, also of earlier moves."""
     measured: dict[str, int] = field(default_factory=dict)
-    """Before which move each layer was measured last."""
+    """The move of the last measurement of each layer."""
     move: int = 0
 
     def submodels(self) -> Iterator[Submodel]:
-        """Move down as long as there is a step whose loss is a number."""
+        """Yield submodels while some step has a finite loss."""
         self.waiting = self.ahead
         alike = self.search.loss + _ALIKE * abs(self.search.loss)
         while open_steps := self._open_steps():
@@ -141,7 +140,7 @@ class Greedy:
                 yield from self._take(best)
 
     def _open_steps(self) -> dict[str, list[int]]:
-        """Return the lower ranks that each layer may go to next, where there are any."""
+        """Return the possible next ranks of each layer that has any."""
         ranks = self.search.ranks
         lower = {n: [r for r in rungs if r < ranks[n]] for n, rungs in self.search.ladders.items()}
         most = None if self.ahead and not self.waiting else 1
@@ -169,14 +168,14 @@ class Greedy:
         if self.ahead and not self.waiting:
             saves = self.search.gain(step)
             score = max(0.0, score) / saves
-        if score > 0.0:  # nothing is left of it in the end but the order among a layer's steps
+        if score > 0.0:  # it stays above zero, to keep the order among a layer's steps
             trusted = len(self.search.ladders) / 2
             score *= max(1.0 - (self.move - self.measured[name]) / trusted, 1e-9)
         return score, -saves
 
     def _take(self, step: Step) -> Iterator[Submodel]:
         if self.ahead and not self.waiting:
-            yield from _on_the_way(self.search, self.losses, step)
+            yield from _measured_between(self.search, self.losses, step)
         name, rank = step
         base = self.increases[name][rank]
         self.increases[name] = {r: value - base for r, value in self.increases[name].items()}
@@ -186,19 +185,19 @@ class Greedy:
         yield self.search.current
 
 
-def _on_the_way(search: Search, losses: Mapping[Step, float], best: Step) -> list[Submodel]:
+def _measured_between(search: Search, losses: Mapping[Step, float], best: Step) -> list[Submodel]:
     """Return the submodels between the current one and the best step that have a lower loss."""
-    found: list[Submodel] = []
+    submodels: list[Submodel] = []
     lowest = losses[best]
     for step in sorted(losses, key=lambda step: (-search.gain(step), losses[step])):
         if search.gain(step) < search.gain(best) and losses[step] < lowest:
             lowest = losses[step]
-            found.append(({**search.ranks, step[0]: step[1]}, lowest))
-    return found[::-1]
+            submodels.append(({**search.ranks, step[0]: step[1]}, lowest))
+    return submodels[::-1]
 
 
 def at_given_ranks(search: Search, maps: Iterable[Mapping[str, int]]) -> Iterator[Submodel]:
-    """Evaluate given ranks, one mapping after the other."""
+    """Evaluate a sequence of ranks."""
     for i, ranks in enumerate(maps):
         loss = search.evaluate(ranks)
         if math.isinf(loss):

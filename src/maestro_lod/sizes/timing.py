@@ -16,8 +16,8 @@ from maestro_lod.model.inputs import ModelInputs
 from maestro_lod.progress import ProgressLine
 
 ROUNDS = 15
-"""Of a timing that is shown to users."""
-_CALLS, _SECONDS = 3, 3e-3  # one timing has at least so many calls and lasts at least so long
+"""The default number of rounds for timings that are reported to users."""
+_CALLS, _SECONDS = 3, 3e-3  # the least number of calls and duration of one timing
 
 
 def run(model: nn.Module, call: ModelInputs) -> Any:
@@ -27,12 +27,12 @@ def run(model: nn.Module, call: ModelInputs) -> Any:
     except Exception as error:
         raise LayerError(
             f"{type(model).__name__} does not run on this example "
-            f"({type(error).__name__}: {error})."
+            f"({type(error).__name__}: {error}). Give another example."
         ) from error
 
 
 def eager(model: nn.Module, call: ModelInputs) -> Callable[[], object]:
-    """Return what runs a copy of the model in eval mode on a call."""
+    """Return a function that runs a copy of the model in eval mode on a call."""
     model = copy.deepcopy(model).eval()
     return lambda: run(model, call)
 
@@ -41,10 +41,11 @@ def eager(model: nn.Module, call: ModelInputs) -> Callable[[], object]:
 def interleaved(
     variants: Mapping[Any, Callable[[], object]], *, rounds: int
 ) -> dict[Any, list[float]]:
-    """Time variants in turn: seconds per call by round, each round begun by a random one.
+    """Time variants in turn, and return the seconds per call by round.
 
-    What slows the machine down for a while meets all variants, so ratios within a round are
-    steadier than times. A timing is the best of a few calls, since the machine may be interrupted.
+    A temporary slowdown of the machine affects all variants of a round, so ratios within a round
+    vary less than times. Each round starts at a random variant. A timing is the best of a few
+    calls, to exclude interruptions.
     """
     asynchronous = torch.accelerator.is_available()
     wait = torch.accelerator.synchronize if asynchronous else (lambda: None)
@@ -53,12 +54,12 @@ def interleaved(
         call()
     times: dict[Any, list[float]] = {key: [] for key in variants}
     keys, draw = list(variants), random.Random(0)
-    tell = ProgressLine("measuring")
+    progress = ProgressLine("measuring")
     for done in range(rounds):
-        start = draw.randrange(len(keys))  # neighbours, which are compared, stay neighbours
+        start = draw.randrange(len(keys))  # compared variants stay neighbours
         for key in keys[start:] + keys[:start]:
             times[key].append(_seconds(variants[key], wait))
-            tell(lambda done=done: f"round {done + 1} of {rounds}")  # type: ignore[misc]
+            progress(lambda done=done: f"round {done + 1} of {rounds}")  # type: ignore[misc]
     return times
 
 

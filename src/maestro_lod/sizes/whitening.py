@@ -1,10 +1,10 @@
-"""Whitening: factors ordered by a layer's outputs on data, not by its weight alone.
+"""Whitening: factors ordered by their effect on a layer's outputs on data.
 
-For inputs x with second moment C and outputs whose errors count by G, the best approximation of W
-with k ranks minimizes tr(Gᵀ·Δ·C·Δᵀ), Δ being what is left out: the truncated SVD of G½·W·C½, seen
-from outside. As with plain weights all work is done on the shorter side: its leading directions Q
-are eigenvectors of G½·W·C·Wᵀ·G½, and the factors G⁻½·Q and Qᵀ·G½·W, so that no root of the longer
-side is needed and the product is W at full rank, whatever was measured.
+For inputs x with second moment C and output errors weighted by G, the best approximation of W with
+k ranks minimizes tr(Gᵀ·Δ·C·Δᵀ) for its error Δ. It is the truncated SVD of G½·W·C½, multiplied by
+the inverse roots. As with plain weights only the shorter side is decomposed: its leading directions
+Q are eigenvectors of G½·W·C·Wᵀ·G½, and the factors are G⁻½·Q and Qᵀ·G½·W. So no root of the longer
+side is needed, and the product at full rank is W for any moments.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from maestro_lod.layers.svd import balance, leading_eigenvectors
 
-# Directions that no input reached count this part of a usual one: their order is that of the
-# weight, and they come last.
+# The weight of directions that no input reached, relative to the mean: they come last, ordered by
+# the dense weight.
 _UNSEEN = 1e-6
 
-_SKETCH_SIDE = 1024  # of the smallest matrix whose few leading directions are found by iteration
-_SKETCH_SHARE = 1 / 4  # of the side that the rank is at most
+_SKETCH_SIDE = 1024  # the shorter side of the smallest matrix that is sketched
+_SKETCH_SHARE = 1 / 4  # the largest rank that is sketched, as a share of that side
 _SKETCH_ROUNDS = 6
 
 
@@ -29,9 +29,9 @@ def whitened_factors(
 ) -> tuple[Tensor, Tensor]:
     """Split (groups, m, n) into (groups, m, rank) and (groups, rank, n), balanced and ordered.
 
-    `inputs` (groups, n, n) is the second moment of what the matrices multiply, `outputs` (groups,
-    m, m) says how errors of their products count; (groups, n) or (groups, m) is a diagonal, None
-    the identity. The first k ranks are the best of rank k in that measure.
+    `inputs` (groups, n, n) is the second moment of the multiplied rows, `outputs` (groups, m, m)
+    the weights of errors of their products; (groups, n) or (groups, m) is a diagonal, None the
+    identity. The first k ranks are the best approximation of rank k by these weights.
     """
     groups, m, n = matrices.shape
     if m > n:  # the shorter side comes first
@@ -43,11 +43,11 @@ def whitened_factors(
     for group in range(groups if rank else 0):
         weight = matrices[group].double()
         root, inverse = _roots(None if outputs is None else outputs[group])
-        seen = _times(root, weight)
-        gram = _gram(seen, None if inputs is None else inputs[group])
+        weighted = _times(root, weight)
+        gram = _gram(weighted, None if inputs is None else inputs[group])
         directions = _leading(gram, rank)
         left[group] = _times(inverse, directions)
-        torch.matmul(directions.mT, seen, out=right[group])
+        torch.matmul(directions.mT, weighted, out=right[group])
     length = torch.linalg.vector_norm(left, dim=1, keepdim=True)
     left /= length
     right *= length.mT
@@ -58,7 +58,7 @@ def whitened_factors(
 
 @torch.no_grad()
 def energies(matrices: Tensor, inputs: Tensor | None, outputs: Tensor | None = None) -> Tensor:
-    """Return how much each rank of `whitened_factors` contributes, groups summed, first to last."""
+    """Return the energy of each rank of `whitened_factors`, summed over groups, first to last."""
     _, m, n = matrices.shape
     if m > n:
         return energies(matrices.mT, outputs, inputs)
@@ -88,20 +88,20 @@ def _times(metric: Tensor | None, matrix: Tensor) -> Tensor:
     return metric @ matrix if metric.ndim == 2 else metric[:, None] * matrix
 
 
-def _gram(seen: Tensor, metric: Tensor | None) -> Tensor:
-    """Return X·C·Xᵀ, in which directions that C does not know still count a little."""
+def _gram(matrix: Tensor, metric: Tensor | None) -> Tensor:
+    """Return X·C·Xᵀ, with a small weight for directions outside of the range of C."""
     if metric is None or not bool(metric.any()):
-        return seen @ seen.mT
+        return matrix @ matrix.mT
     metric = metric.double()
     if metric.ndim == 1:
-        return (seen * (metric + _UNSEEN * metric.mean())) @ seen.mT
-    weighted = seen @ metric
-    weighted += _UNSEEN * metric.diagonal().mean() * seen
-    return weighted @ seen.mT
+        return (matrix * (metric + _UNSEEN * metric.mean())) @ matrix.mT
+    weighted = matrix @ metric
+    weighted += _UNSEEN * metric.diagonal().mean() * matrix
+    return weighted @ matrix.mT
 
 
 def _leading(gram: Tensor, rank: int) -> Tensor:
-    """Return the leading eigenvectors, by iteration where few of many are wanted."""
+    """Return the leading eigenvectors, by subspace iteration if few of many are needed."""
     side = len(gram)
     if side < _SKETCH_SIDE or rank > _SKETCH_SHARE * side:
         return leading_eigenvectors(gram, rank)
