@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from maestro_lod.train.budget import BudgetTraining
     from maestro_lod.train.elastic import ElasticTraining
     from maestro_lod.train.evaluate import evaluate, recalibrate
+    from maestro_lod.train.every_size import Elastic
     from maestro_lod.train.fit import FitOptions, fit
     from maestro_lod.train.lod import LoD
     from maestro_lod.train.method import Method, Settings
@@ -59,6 +60,7 @@ __all__ = [
     "MODELS",
     "BudgetTraining",
     "Data",
+    "Elastic",
     "ElasticTraining",
     "FitOptions",
     "Frontier",
@@ -141,6 +143,7 @@ _HOMES = {
     "sizes.outputs": ("own_scores", "own_values", "scores_loss"),
     "train.budget": ("BudgetTraining",),
     "train.elastic": ("ElasticTraining",),
+    "train.every_size": ("Elastic",),
     "train.evaluate": ("evaluate", "recalibrate"),
     "train.fit": ("FitOptions", "fit"),
     "train.lod": ("LoD",),
@@ -151,7 +154,6 @@ _HOMES = {
 }
 _REMOVED = {
     "Budget": ". Use BudgetTraining(model, optimizer, params=0.25).",
-    "Elastic": ". Use ElasticTraining(model, optimizer, smallest=0.1).",
     "Pressure": ". Use LoD(…, penalty=λ), or BudgetTraining(model, optimizer, params=0.25).",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

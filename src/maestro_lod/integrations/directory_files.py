@@ -1,8 +1,8 @@
 """The other files of a transformers directory: tokenizer, processors, folders, and a model card.
 
-Files are copied as they are and never read by a library that could run them. Weights, pickled files
-and code stay behind: the weights are written anew, pickles and code can run when they are read, and
-the architecture is one of the installed transformers.
+Files are copied unchanged and never read by a library that could run them. Weights, pickled files
+and code are left out: the weights are written again, pickles and code can run when they are read,
+and the architecture is one of the installed transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PICKLE_STARTS = (*(b"\x80" + bytes([protocol]) for protocol in range(2, 6)), b"
 _CODE = (".py", ".pyc", ".ipynb", ".sh", ".bat", ".so", ".dll", ".dylib", ".exe", ".js")
 _FOLDERS = "modules.json"  # of sentence-transformers
 _KEPT = ("license", "license_name", "license_link", "language", "library_name", "pipeline_tag")
-"""What the card takes over from the card of the source."""
+"""The entries that the card copies from the card of the source."""
 _LARGEST_CARD = 2**20
 
 

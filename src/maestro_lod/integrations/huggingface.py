@@ -68,11 +68,11 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None
     """
     if not isinstance(model, PreTrainedModel):
         raise LayerError(
-            f"{type(model).__name__} is no transformers model. Use maestro_lod.save for others."
+            f"{type(model).__name__} is not a transformers model. Use lod.save for others."
         )
     if shard_group(model) is not None:
         raise LayerError(
-            f"{type(model).__name__} is sharded over processes. Write it with maestro_lod.save."
+            f"{type(model).__name__} is sharded over processes. Write it with lod.save."
         )
     structure = structure_in(model)
     if not structure:
@@ -109,11 +109,11 @@ def _config_of(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def _shares_head(model: nn.Module) -> bool:
-    """Say whether a head uses the factors of its embedding; such a model needs care with ties.
+    """Return whether a head uses the factors of its embedding.
 
-    It must be built tied, since further weights may be (BERT's output bias), so the file says that
-    it is. Once it is built, its config must say that it is not: else transformers' `tie_weights`
-    looks for the dense weight of the embedding. What is tied by then stays tied.
+    Such a model must be built tied, since further weights may be tied (BERT's output bias), so the
+    config in the file is tied. After building, its config must not be: transformers' `tie_weights`
+    would look for the dense weight of the embedding. Weights that are tied then stay tied.
     """
     return any(module_role(module) == "shared" for module in model.modules())
 

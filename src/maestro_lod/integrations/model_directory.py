@@ -26,7 +26,7 @@ LOD_WEIGHTS = "lod.safetensors"
 
 _GENERATION, _ADAPTER = "generation_config.json", "adapter_config.json"
 _REPEATED, _MOST = ("layer", "depth", "experts"), 10_000
-"""What is built so often as the config says, by parts of its names, and how often at most."""
+"""Parts of config names that count repeated modules, and the largest number that is accepted."""
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 

@@ -160,7 +160,7 @@ def read_texts(file: Path) -> Iterator[str]:
     any: a tokenizer needs more than a hundred times the memory of a text.
     """
     if file.suffix not in _TEXTS:
-        raise DataError(f"{file} is no text: give a file that ends in {listed(_TEXTS)}.")
+        raise DataError(f"{file} is not a text file. Give a file that ends in {listed(_TEXTS)}.")
     if not file.is_file():
         raise DataError(f"{file} does not exist.")
     found = False
@@ -169,13 +169,13 @@ def read_texts(file: Path) -> Iterator[str]:
             found = True
             yield text
     if not found:
-        raise DataError(f"{file} holds no text.")
+        raise DataError(f"{file} has no text. Give a file with text.")
 
 
 def _pieces(read: Callable[[int], str]) -> Iterator[str]:
-    """Yield what is read line by line or as a whole, without white space around it.
+    """Yield the text of a reader in pieces, without white space around them.
 
-    What is longer than a piece is split before white space. The space begins the next piece, since
+    Longer parts are split before white space. The space begins the next piece, since
     many tokenizers make it part of the word behind it.
     """
     rest = ""
@@ -201,7 +201,7 @@ def _opened(file: Path) -> Iterator[TextIO]:
         with file.open(encoding="utf-8") as lines:
             yield lines
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is no text in UTF-8 ({error}).") from error
+        raise DataError(f"{file} is not text in UTF-8 ({error}). Convert it.") from error
 
 
 def _rows(file: Path) -> Iterator[str]:

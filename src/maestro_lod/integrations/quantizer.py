@@ -271,7 +271,7 @@ class LowRankQuantizer(HfQuantizer):
             )
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> list[Any]:
-        """Leave names as they are, since the file has the model's own, and transpose each `u`."""
+        """Keep names, since those in the file are the model's own, and transpose each `u`."""
         if not self.quantization_config.by_rank:
             return []
         loading = importlib.import_module("transformers.core_model_loading")

@@ -1,7 +1,7 @@
 """Measured allocation: ranks for all sizes, from the model's loss with one layer cut at a time.
 
-What a cut of a layer does to its outputs, which calibration knows, says little about what it does
-to the model: errors are passed on, amplified or forgotten. So each layer is cut to a few ranks, one
+The effect of a cut on the outputs of its layer, which calibration knows, says little about the effect
+on the model: later layers can amplify errors or suppress them. Therefore each layer is cut to a few ranks, one
 layer at a time, and the loss of the whole model is measured. Between these ranks the loss follows
 the calibrated curve.
 
@@ -124,8 +124,8 @@ def nested_ranks(
 
     Args:
         model: The low-rank model.
-        costs: What it costs at any ranks.
-        losses: What `measure_losses` returned.
+        costs: The costs of the model at any ranks.
+        losses: The result of `measure_losses`.
         limits: Limits on the cost, in any order.
         cost: The cost that is limited.
         choices: The ranks that each layer may have, by default all.

@@ -104,7 +104,7 @@ class Pace:
         call_after_steps(optimizer, self._after_step)
 
     def begin(self, total: int) -> None:
-        """Begin a consolidation of so many steps, with an optimizer that remembers nothing."""
+        """Begin a consolidation of `total` steps and clear the state of the optimizer."""
         if total < 1:
             raise TrainingError("consolidation takes steps: its epochs have no batch.")
         self.total, self.step, self.norm = total, 0, None

@@ -23,7 +23,7 @@ from maestro_lod.train.size_settings import amount, build_narrower, require_shar
 
 @dataclass(frozen=True)
 class ElasticSettings(Settings):
-    """What a recipe chooses of training for every size, or for a budget."""
+    """Settings of training for every size, or for a budget."""
 
     alternatives = ("budget", "smallest")
 

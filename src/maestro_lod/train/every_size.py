@@ -97,7 +97,7 @@ class Elastic:
 
     Args:
         model: A model with low-rank layers, of all ranks.
-        optimizer: What trains it; consolidation derives its learning rate from its initial one.
+        optimizer: The optimizer of the model; consolidation derives its learning rate from its initial one.
         smallest: The smallest size, as a share of the dense model: sizes down to it are trained.
         sizes: Sizes to train instead, each a share of the dense model or, as an int, a count. The
             model is cut to the largest when consolidation begins.
@@ -172,7 +172,7 @@ class Elastic:
         return epochs + max(1, round(_SECOND * epochs))
 
     def start(self, model: nn.Module, optimizer: Optimizer, plan: RunPlan) -> None:
-        """Begin the run, or go on with it if a state was loaded.
+        """Begin the run, or resume it if a state was loaded.
 
         Args:
             model: The model that this method was made for.
