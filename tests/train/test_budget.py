@@ -218,7 +218,7 @@ def test_a_subclass_goes_on_from_a_state_of_its_method() -> None:
     assert repr(mine.state_dict()) == repr(state)
 
 
-@pytest.mark.parametrize("name", ["Budget", "Elastic", "Pressure"])
+@pytest.mark.parametrize("name", ["Budget", "Pressure"])
 def test_names_that_are_gone_say_what_to_use_instead(name: str) -> None:
     with pytest.raises(AttributeError, match=f"'{name}'. Use .*Training|'Pressure'. Use LoD"):
         getattr(lod, name)

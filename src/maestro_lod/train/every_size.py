@@ -97,11 +97,12 @@ class Elastic:
 
     Args:
         model: A model with low-rank layers, of all ranks.
-        optimizer: The optimizer of the model; consolidation derives its learning rate from its initial one.
+        optimizer: The optimizer of the model; the learning rate of consolidation is derived from
+            its initial one.
         smallest: The smallest size, as a share of the dense model: sizes down to it are trained.
         sizes: Sizes to train instead, each a share of the dense model or, as an int, a count. The
             model is cut to the largest when consolidation begins.
-        cost: What a size counts, "params" or "macs".
+        cost: The cost that sizes limit, "params" or "macs".
         trained: Whether the model is trained already, so that all epochs are consolidation.
         soft_loss: How far an output is from a teacher's: soft_loss(output, teacher). By default the
             loss says so, or the output is named `logits`; else sizes learn from the target alone.
