@@ -147,6 +147,7 @@ def equal(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found, notes, judged
 
 
+@pytest.mark.slow
 def test_all_see_the_same_batches_the_same_evaluation_and_as_many_trials(equal: Any) -> None:
     found, notes, judged = equal
     assert not found.missing
@@ -168,6 +169,7 @@ def test_all_see_the_same_batches_the_same_evaluation_and_as_many_trials(equal: 
     assert {epochs for _, epochs in found.paces.values()} == {4}
 
 
+@pytest.mark.slow
 def test_every_model_is_within_its_size_and_one_training_serves_several(equal: Any) -> None:
     found, _, _ = equal
     for row in found.rows:
@@ -243,7 +245,9 @@ def test_changes_for_one_method_do_not_disturb_the_others(recipe: str) -> None:
         plan(recipe, changes=("thresold=0.5",)).base  # noqa: B018
 
 
-@pytest.mark.parametrize("how", ["a high loss", "no finite loss"])
+@pytest.mark.parametrize(
+    "how", ["a high loss", pytest.param("no finite loss", marks=pytest.mark.slow)]
+)
 def test_a_rate_that_does_not_last_gives_way_to_the_next_best(
     recipe: str, tmp_path: Path, how: str
 ) -> None:
@@ -284,6 +288,7 @@ def killed_after(steps: int) -> Callable[[int], None]:
     return kill
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_killed_again_and_again_ends_with_the_same_table(
     recipe: str, tmp_path: Path
 ) -> None:
@@ -304,6 +309,7 @@ def test_a_comparison_that_is_killed_again_and_again_ends_with_the_same_table(
     assert trained + left <= runs + kills
 
 
+@pytest.mark.slow
 def test_the_same_call_reuses_everything_and_another_size_trains_only_that(
     recipe: str, tmp_path: Path
 ) -> None:
@@ -382,7 +388,7 @@ def _others_done(out: Path) -> bool:
 def test_runs_of_other_settings_are_not_taken_for_ours(recipe: str, tmp_path: Path) -> None:
     few = {**KILLED, "seeds": 1, "lr_trials": 1}
     compare(recipe, ["dense"], out=tmp_path / "out", **few)
-    with pytest.raises(OptionError, match=r"run with other settings.*Give another --out"):
+    with pytest.raises(OptionError, match=r"run with settings other than.*Give another --out"):
         compare(recipe, ["dense"], out=tmp_path / "out", changes=["batch=3"], **few)
 
 
