@@ -5,7 +5,7 @@
 
 Every way gets the same share of the decomposed layers' weights; BatchNorms get statistics of their
 own each time. What is measured is kept: the same command goes on where it was stopped. Writes
-benchmarks/results/pretrained.json, and the table in docs/benchmarks/pretrained.md from it.
+benchmarks/results/pretrained.json, and the table in docs/pretrained.md from it.
 """
 
 from __future__ import annotations
