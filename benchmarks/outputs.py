@@ -38,11 +38,12 @@ COMMANDS = (
     "lod train digts",
     "lod demo --out demo",
 )
-HEAD = """# What every command says
+HEAD = """# Output of every command
 
-Each command once, as it speaks to a pipe: plain lines, no colour, whatever the width. In a terminal
-there are bars and colours instead of the lines about progress, which go to standard error. Results
-go to standard output, errors are one line. `python benchmarks/outputs.py` writes this page.
+This page shows the output of each command in a pipe: plain lines without colours, independent of
+the width of the terminal. A terminal shows bars and colours instead of progress lines. Progress
+goes to standard error and results to standard output; errors are one line. The page is written by
+`python benchmarks/outputs.py`.
 """
 
 

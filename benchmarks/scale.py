@@ -125,17 +125,18 @@ def shrink_seconds(of: Sizes, workers: int) -> tuple[float, float]:
 def page() -> str:
     full, small, dense = sizes(None), sizes(SHARE), _params(decoder())
     lines = [
-        "# A decoder of 7 billion parameters, on paper",
+        "# Estimate for a decoder of 7 billion parameters",
         "",
-        "Made by `benchmarks/scale.py` from layer shapes on the meta device, arithmetic, and one",
-        "measured constant; nothing here was run at this size. `tests/docs/test_scale.py` holds",
-        "the page against the arithmetic.",
+        "This page is an estimate: `benchmarks/scale.py` computes it from layer shapes and one",
+        "measured constant. Nothing was run at this size. `tests/docs/test_scale.py` compares the",
+        "page with the computation.",
         "",
-        f"{LAYERS} layers of width {WIDTH:,} and {HIDDEN:,}, {VOCABULARY:,} words: {dense:,}",
-        "parameters. Embedding, head and norms stay dense; all linear layers are factored: at full",
-        f"rank {full.params:,} scalars ({full.params / dense:.2f}×), at the end, with",
-        f"{SHARE:.0%} of each layer's weights, {small.params:,} ({small.params / dense:.2f}×).",
-        "FSDP2, AdamW, float32 masters, bf16 weights on the wire. Activations are not counted.",
+        f"The model has {LAYERS} layers of width {WIDTH:,} and {HIDDEN:,} and a vocabulary of",
+        f"{VOCABULARY:,}: {dense:,} parameters. Embedding, head and norms stay dense; all linear",
+        f"layers are factored. At full rank it has {full.params:,} scalars",
+        f"({full.params / dense:.2f}×). At the end, with {SHARE:.0%} of each layer's weights, it",
+        f"has {small.params:,} ({small.params / dense:.2f}×). Training uses FSDP2 and AdamW with",
+        "float32 weights that are sent as bf16. Activations are not counted.",
         "",
         "| per worker | workers | dense | full rank | at the end |",
         "|---|---:|---:|---:|---:|",
@@ -156,10 +157,11 @@ def page() -> str:
 def _shrinks(full: Sizes, small: Sizes) -> list[str]:
     per_factor = seconds_per_factor()
     lines = [
-        "## A shrink",
+        "## Cost of a shrink",
         "",
-        "`u` is cut where it lies. Rows of `v` that survive move to their new owners, with both",
-        f"moments: 12 bytes a scalar. The work per factor was measured: {1e3 * per_factor:.1f} ms",
+        "`u` is cut locally. Remaining rows of `v` move to their new owners together with both",
+        "moments: 12 bytes per scalar. The work per factor was measured: "
+        f"{1e3 * per_factor:.1f} ms",
         "(two processes, gloo, CPU; benchmarks/results/shrink.json). Bandwidths are assumed.",
         "",
         "| workers | GB/s assumed | MB moved, at most | s sending | s for all factors "
@@ -177,8 +179,9 @@ def _shrinks(full: Sizes, small: Sizes) -> list[str]:
     lost = SHRINKS * sum(shrink_seconds(small, 1024)) / (SGD_STEPS * step)
     lines += [
         "",
-        f"A step of the full-rank model sends for {step:.1f} s on 1,024 workers at that bandwidth,",
-        f"so {SHRINKS} shrinks in {SGD_STEPS:,} steps lose {lost:.4%} of the time, or less.",
+        f"On 1,024 workers, a step of the full-rank model sends data for {step:.1f} s at this",
+        f"bandwidth. {SHRINKS} shrinks in {SGD_STEPS:,} steps therefore take at most {lost:.4%} of",
+        "the time.",
     ]
     return lines
 
@@ -187,18 +190,19 @@ def _breaks(small: Sizes) -> list[str]:
     least, most = min(r for *_, r in small.factors), max(r for *_, r in small.factors)
     waste = small.padded(1024) / small.params
     return [
-        "## What breaks first",
+        "## Limits",
         "",
-        f"1. **Fewer ranks than workers.** At the end layers have {least} to {most} ranks. FSDP2",
-        "   cuts `v` into at least one row per worker and pads the rest, so on 1,024 workers it",
-        f"   stores and sends {waste:.2f}× of what there is, and shrinking more gives nothing. Cut",
-        "   `v` across its ranks (`fully_shard(…, shard_placement_fn=across_ranks(model))`): no",
-        "   padding, and no row moves at a shrink. Or shard within nodes and replicate over them.",
+        f"1. **Fewer ranks than workers.** At the end, layers have {least} to {most} ranks. FSDP2",
+        "   shards `v` into at least one row per worker and pads the rest. On 1,024 workers, it",
+        f"   stores and sends {waste:.2f}× the necessary data. Further shrinking saves nothing.",
+        "   Shard `v` across its ranks (`fully_shard(…, shard_placement_fn=across_ranks(model))`):",
+        "   there is no padding, and no row moves at a shrink. Or shard within nodes and replicate",
+        "   over nodes.",
         "2. **Full rank at the start** needs more memory and bandwidth than the dense model: see",
-        "   the table. Start from less: `decompose(model, ranks=0.5)`.",
-        "3. **Agreement**: the ranks of all layers from all workers, at an epoch's first step,",
-        "   every 64 steps and at its end: a few kilobytes each, some megabytes on 1,024 workers.",
-        "   Seldom, but it grows with their number.",
+        "   the table. Start with fewer ranks: `decompose(model, ranks=0.5)`.",
+        "3. **Agreement.** The ranks of all layers are exchanged between all workers at the first",
+        "   step of an epoch, every 64 steps and at its end. This takes a few kilobytes each time,",
+        "   some megabytes on 1,024 workers, and grows with their number.",
     ]
 
 
