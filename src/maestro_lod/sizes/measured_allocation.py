@@ -2,8 +2,8 @@
 
 The effect of a cut on the outputs of its layer, which calibration knows, says little about the
 effect on the model: later layers can amplify errors or suppress them. Therefore each layer is cut
-to a few ranks, one layer at a time, and the loss of the whole model is measured. Between these ranks
-the loss follows the calibrated curve.
+to a few ranks, one layer at a time, and the loss of the whole model is measured. Between these
+ranks the loss follows the calibrated curve.
 
 Small losses of several layers add up. Large ones do not: the sum of losses gives up the classifier
 of a model that a small size ruins anyway. So a layer's loss counts the more, the nearer it comes to
