@@ -795,6 +795,7 @@ def test_another_process_may_be_faster(tmp_path: Path, damage_first: bool):
     assert read(entry) == "content"
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_may_decode_at_once(tmp_path: Path):
     write_set(tmp_path / "data", train=600)

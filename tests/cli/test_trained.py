@@ -81,6 +81,7 @@ def test_searching_again_gives_the_same_frontier(finished: Path) -> None:
     assert [p.loss for p in again] == [p.loss for p in before]
 
 
+@pytest.mark.slow
 def test_a_run_is_deployed_to_every_format(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_file_that_is_not_good_is_left_out_and_the_others_stay(
     assert error == "lod: left out: model.pt2. LeNet cannot be exported as pt2.\n"
 
 
+@pytest.mark.slow
 def test_an_int8_file_that_is_no_smaller_is_left_out(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -543,8 +545,8 @@ def damaged(run: Path, tmp_path: Path) -> Path:
         (["deploy", "RUN", "--max-params", "10", "--out", "OUT"], 2, "max_params=10"),
         (["deploy", "RUN", "--max-params", "-3", "--out", "OUT"], 2, "'-3' is not a size"),
         (["deploy", "RUN", "--max-params", "1.5", "--out", "OUT"], 2, "nor a whole count"),
-        (["deploy", "RUN", "--max-params", "1", "--out", "OUT"], 2, "write 100% or 1x"),
-        (["deploy", "RUN", "--max-params", "1.0", "--out", "OUT"], 2, "write 100% or 1x"),
+        (["deploy", "RUN", "--max-params", "1", "--out", "OUT"], 2, "Write 100% or 1x"),
+        (["deploy", "RUN", "--max-params", "1.0", "--out", "OUT"], 2, "Write 100% or 1x"),
         (["deploy", "RUN", "--max-params", "150%", "--out", "OUT"], 2, "share of the dense"),
         (["deploy", "RUN", "--max-params", "few", "--out", "OUT"], 2, "'few' is not a size"),
         (["deploy", "RUN", "--min-accuracy", "2", "--out", "OUT"], 2, "min_accuracy=2"),
