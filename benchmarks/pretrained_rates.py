@@ -33,7 +33,7 @@ def distance(bench: Bench, model: nn.Module) -> float:
     """Return how far a model is from the original on held-out samples."""
     case, total = bench.case, 0.0
     for inputs, _ in case.validation:
-        call = ModelInputs.of(inputs)
+        call = ModelInputs.wrap(inputs)
         total += float(case.soft_loss(call.call(model), call.call(case.model)))
     return total / len(case.validation)
 

@@ -56,7 +56,7 @@ class LowRankBilinear(lod.LowRank):
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         return self.computed(input1, input2)
 
-    def positions_of(self, *inputs: Tensor) -> int:
+    def count_positions(self, *inputs: Tensor) -> int:
         return inputs[0].numel() // self.in1_features
 
     def apply_weight(self, weight: Tensor, *inputs: Tensor) -> Tensor:

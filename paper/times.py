@@ -87,7 +87,7 @@ class _Steps:
 
         def step() -> None:
             setup.method.backward(
-                lambda: ModelInputs.of(inputs).call(setup.model),
+                lambda: ModelInputs.wrap(inputs).call(setup.model),
                 lambda output: setup.loss(output, target),
             )
             setup.optimizer.step()

@@ -73,7 +73,7 @@ def test_pufferfish_has_the_parameters_of_its_paper(
         model = build()
         settings = PufferfishSettings(decompose=Decomposition(skip=skip), keep_ends=False)
         ranks = settings.ranks(model, None)
-        full = Plan(model, **settings.choice(model)).wanted()
+        full = Plan(model, **settings.choice(model)).planned()
         plan = Plan(model, **settings.choice(model) | {"ranks": ranks})
         restructure(model, plan.structure(), fill=uninitialized)
     assert ranks == {name: rank // 4 for name, rank in full.items()} and len(ranks) == layers

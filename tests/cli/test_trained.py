@@ -102,7 +102,7 @@ def test_a_run_is_deployed_to_every_format(
     rebuilt = lod.load(out / "model.safetensors", into=LeNet()).eval()
     assert not low_rank_layers(rebuilt)
     example = trained.example(5).normal_()
-    (answer,) = open_runner(out / "model.onnx")(ModelInputs.of(example))
+    (answer,) = open_runner(out / "model.onnx")(ModelInputs.wrap(example))
     torch.testing.assert_close(answer, rebuilt(example), rtol=1e-4, atol=1e-4)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from maestro_lod.errors import CheckpointError, OptionError
-from maestro_lod.files.digests import digest_of
+from maestro_lod.files.digests import compute_digest
 from maestro_lod.files.stage_cache import StageCache
 
 
@@ -116,7 +116,7 @@ def described(value: Any) -> str:
 @settings(max_examples=200, deadline=None)
 @given(VALUES, VALUES)
 def test_digests_are_equal_if_and_only_if_values_are(one: Any, other: Any) -> None:
-    assert (digest_of(one) == digest_of(other)) == (described(one) == described(other))
+    assert (compute_digest(one) == compute_digest(other)) == (described(one) == described(other))
 
 
 def net(dropout: float = 0.1) -> nn.Module:
@@ -125,13 +125,13 @@ def net(dropout: float = 0.1) -> nn.Module:
 
 
 def test_models_differ_by_kinds_parameters_and_buffers() -> None:
-    same, others = digest_of(net()), [net(), net(), net()]
-    assert digest_of(net().eval()) == same
+    same, others = compute_digest(net()), [net(), net(), net()]
+    assert compute_digest(net().eval()) == same
     with torch.no_grad():
         others[0][0].bias[0] += 1
         others[1][1].running_mean[0] += 1
     others[2][2] = nn.ReLU()
-    assert len({same, *map(digest_of, others)}) == 4
+    assert len({same, *map(compute_digest, others)}) == 4
 
 
 class Holder:
@@ -146,19 +146,19 @@ def scaled(output: torch.Tensor, target: torch.Tensor, scale: float = 1.0) -> to
 def test_functions_and_objects_differ_by_what_they_are() -> None:
     half, twice = functools.partial(scaled, scale=0.5), functools.partial(scaled, scale=2.0)
     values = [scaled, half, twice, Holder(1), Holder(2), Holder(torch.ones(1)), torch.float32]
-    assert len({digest_of(value) for value in values}) == len(values)
-    assert digest_of(Holder(torch.ones(1))) == digest_of(Holder(torch.ones(1)))
-    assert digest_of(torch.ones(2).numpy()) != digest_of(torch.zeros(2).numpy())
+    assert len({compute_digest(value) for value in values}) == len(values)
+    assert compute_digest(Holder(torch.ones(1))) == compute_digest(Holder(torch.ones(1)))
+    assert compute_digest(torch.ones(2).numpy()) != compute_digest(torch.zeros(2).numpy())
     around = Holder(1)
     around.value = [around]
-    assert digest_of(around)
+    assert compute_digest(around)
 
 
 def test_a_digest_is_the_same_in_every_process() -> None:
     code = (
-        "import torch; from torch import nn; from maestro_lod.files.digests import digest_of; "
+        "import torch; from torch import nn; from maestro_lod.files.digests import compute_digest; "
         "torch.manual_seed(0); model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), "
-        "nn.Dropout(0.1)); print(digest_of([model, {'loss': nn.functional.mse_loss}, 0.1]))"
+        "nn.Dropout(0.1)); print(compute_digest([model, {'loss': nn.functional.mse_loss}, 0.1]))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
-    assert found.stdout.strip() == digest_of([net(), {"loss": nn.functional.mse_loss}, 0.1])
+    assert found.stdout.strip() == compute_digest([net(), {"loss": nn.functional.mse_loss}, 0.1])

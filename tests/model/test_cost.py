@@ -60,7 +60,7 @@ def paper_model(request: pytest.FixtureRequest) -> tuple[str, nn.Module, Tensor]
     return request.param, model, torch.empty(shape)
 
 
-def positions_of(model: nn.Module, x: Tensor) -> dict[str, int]:
+def count_positions(model: nn.Module, x: Tensor) -> dict[str, int]:
     """Count by hooks where each layer applies its weight: at the output, or input if transposed."""
     found: dict[str, int] = {}
 
@@ -130,7 +130,7 @@ def test_training_costs_at_no_penalty_are_those_of_the_paper(
     params, macs, total_rank = COUNTS[name]
     layers = low_rank_layers(model)
     positions = (
-        positions_of(model.eval(), x) if name == "LeNet" else Ledger.open_for(model, x).positions
+        count_positions(model.eval(), x) if name == "LeNet" else Ledger.open_for(model, x).positions
     )
     expected_params, expected_macs = TRAINING[name]
     per_rank = {n: sum(m.matrix_shape) * positions[n] for n, m in layers.items()}
@@ -604,7 +604,7 @@ def test_a_summary_is_frozen_and_turns_into_json() -> None:
 def test_executed_macs_are_what_torch_counts(batch: int, ranks: Any) -> None:
     model, x = lod.decompose(LeNet()), torch.randn(batch, 1, 28, 28)
     layers = low_rank_layers(model)
-    positions = positions_of(model, x)
+    positions = count_positions(model, x)
     with lod.at_ranks(model, ranks):
         executed = sum(m.executed_macs(positions[n], m.active_rank) for n, m in layers.items())
         assert counted_macs(model, x) == executed

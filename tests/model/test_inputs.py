@@ -44,7 +44,7 @@ PACKED = pack_sequence([torch.randn(n, 4) for n in (3, 1)])
     ],
 )
 def test_what_users_give_is_one_call(inputs: Any, args: Any, kwargs: Any) -> None:
-    found = ModelInputs.of(inputs).call(Arguments())
+    found = ModelInputs.wrap(inputs).call(Arguments())
     assert len(found[0]) == len(args) and all(a is b for a, b in zip(found[0], args, strict=True))
     assert found[1].keys() == kwargs.keys() and all(found[1][key] is kwargs[key] for key in kwargs)
 
@@ -52,7 +52,7 @@ def test_what_users_give_is_one_call(inputs: Any, args: Any, kwargs: Any) -> Non
 @pytest.mark.parametrize("example", [[A], "text", 3, None])
 def test_an_example_is_a_tensor_a_tuple_or_a_mapping(example: Any) -> None:
     with pytest.raises(OptionError, match=f"example is a {type(example).__name__}. Give a tensor"):
-        ModelInputs.of_example(example)
+        ModelInputs.from_example(example)
 
 
 def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -76,7 +76,7 @@ LEAVES = st.one_of(
 @settings(max_examples=50, deadline=None)
 @given(nested(LEAVES))
 def test_each_tensor_is_changed_and_nothing_else(inputs: Any) -> None:
-    call = ModelInputs.of(inputs)
+    call = ModelInputs.wrap(inputs)
     changed = call.map_tensors(lambda tensor: tensor + 1)
     assert len(changed.tensors) == len(call.tensors)
     for one, other in zip(call.tensors, changed.tensors, strict=True):
@@ -87,13 +87,13 @@ def test_each_tensor_is_changed_and_nothing_else(inputs: Any) -> None:
 
 
 def test_of_packed_sequences_only_the_data_changes() -> None:
-    call = ModelInputs.of((PACKED, A))
+    call = ModelInputs.wrap((PACKED, A))
     changed = call.map_tensors(torch.neg).args[0]
     assert isinstance(changed, PackedSequence) and call.is_packed
     assert torch.equal(changed.data, -PACKED.data)
     assert torch.equal(changed.batch_sizes, PACKED.batch_sizes)
     assert isinstance(call.to(CPU).args[0], PackedSequence)
-    assert not ModelInputs.of(A).is_packed
+    assert not ModelInputs.wrap(A).is_packed
 
 
 def test_a_mapping_that_is_no_dict_is_moved_too() -> None:
@@ -102,10 +102,10 @@ def test_a_mapping_that_is_no_dict_is_moved_too() -> None:
 
 
 def test_the_batch_size_is_the_leading_dimension_of_the_first_tensor() -> None:
-    assert ModelInputs.of(("text", A, torch.ones(5))).batch_size == 2
+    assert ModelInputs.wrap(("text", A, torch.ones(5))).batch_size == 2
     for inputs in ("text", torch.tensor(1.0)):
         with pytest.raises(OptionError, match="no tensor with a batch dimension"):
-            _ = ModelInputs.of(inputs).batch_size
+            _ = ModelInputs.wrap(inputs).batch_size
 
 
 def test_whole_numbers_without_values_cannot_be_drawn() -> None:
@@ -119,9 +119,9 @@ def test_whole_numbers_without_values_cannot_be_drawn() -> None:
 @pytest.mark.parametrize("wrapped", [lambda x: x, lambda x: (x,), lambda x: {"input": x}])
 def test_a_norm_that_sees_one_sample_is_explained(wrapped: Callable[[Tensor], Any]) -> None:
     with pytest.raises(OptionError, match=r"batch of one sample.*drop_last"):
-        ModelInputs.of(wrapped(torch.ones(1, 4))).call(nn.BatchNorm1d(4))
+        ModelInputs.wrap(wrapped(torch.ones(1, 4))).call(nn.BatchNorm1d(4))
     with pytest.raises(ValueError, match="expected 2D or 3D"):
-        ModelInputs.of(wrapped(torch.ones(4))).call(nn.BatchNorm1d(4))
+        ModelInputs.wrap(wrapped(torch.ones(4))).call(nn.BatchNorm1d(4))
 
 
 def test_tensors_are_found_in_any_nesting() -> None:

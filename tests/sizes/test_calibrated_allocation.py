@@ -14,7 +14,7 @@ import maestro_lod as lod
 from maestro_lod.errors import OptionError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import Costs
-from maestro_lod.sizes.calibrated_allocation import choose_ranks, energies_of
+from maestro_lod.sizes.calibrated_allocation import choose_ranks, rank_energies
 from maestro_lod.sizes.calibration import calibrate
 
 
@@ -78,15 +78,15 @@ def test_a_layer_that_matters_more_keeps_more():
     low, high = choose_ranks(model, found, max_params=0.5).values()
     assert low < high
     assert (
-        energies_of(low_rank_layers(model), found)["layers.1"].sum()
-        > 100 * energies_of(low_rank_layers(model), found)["layers.0"].sum()
+        rank_energies(low_rank_layers(model), found)["layers.1"].sum()
+        > 100 * rank_energies(low_rank_layers(model), found)["layers.0"].sum()
     )
 
 
 def test_without_gradients_all_layers_matter_the_same():
     model, found = calibrated(Beside(1.0, 20.0), torch.randn(200, 12))
     assert not found.has_gradients
-    for energy in energies_of(low_rank_layers(model), found).values():
+    for energy in rank_energies(low_rank_layers(model), found).values():
         torch.testing.assert_close(energy.sum(), torch.ones((), dtype=energy.dtype))
 
 

@@ -16,7 +16,7 @@ import maestro_lod as lod
 from maestro_lod.layers.ranks import at_ranks, low_rank_layers
 from maestro_lod.model.cost import Costs
 from maestro_lod.sizes.allocation import smallest_cost
-from maestro_lod.sizes.calibrated_allocation import energies_of
+from maestro_lod.sizes.calibrated_allocation import rank_energies
 from maestro_lod.sizes.calibration import calibrate
 from maestro_lod.sizes.measured_allocation import (
     count_measurements,
@@ -93,7 +93,7 @@ def decomposed(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str,
     data = [(torch.randn(32, 20, dtype=dtype), torch.randint(5, (32,))) for _ in range(4)]
     calibration = calibrate(dense, data, loss=F.cross_entropy)
     model = lod.decompose(copy.deepcopy(dense), calibration=calibration)
-    return model, energies_of(low_rank_layers(model), calibration)
+    return model, rank_energies(low_rank_layers(model), calibration)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

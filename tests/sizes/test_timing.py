@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from maestro_lod.deploy.export import export
-from maestro_lod.model.inputs import ModelInputs, device_of
+from maestro_lod.model.inputs import ModelInputs, model_device
 from maestro_lod.sizes.timing import interleaved
 
 CPU = torch.device("cpu")
@@ -42,11 +42,11 @@ def test_only_what_has_the_batch_changes_with_it() -> None:
 
 def test_the_layout_in_memory_is_kept() -> None:
     x = torch.empty(2, 3, 4, 4, device="meta").to(memory_format=torch.channels_last)
-    assert ModelInputs.of(x).drawn(CPU).args[0].stride() == x.stride()
+    assert ModelInputs.wrap(x).drawn(CPU).args[0].stride() == x.stride()
 
 
 def test_a_model_without_parameters_is_tried_too(tmp_path: Path) -> None:
-    assert device_of(nn.ReLU()) == CPU
+    assert model_device(nn.ReLU()) == CPU
     done = export(nn.ReLU(), tmp_path / "model.pt2", example=torch.empty(2, 3))
     assert (done.params, done.difference) == (0, 0.0)
 

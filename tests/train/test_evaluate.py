@@ -308,8 +308,8 @@ def test_packed_sequences_are_one_input() -> None:
 def test_a_model_is_called_with_a_tensor_arguments_or_keywords() -> None:
     a, b = torch.ones(2), torch.ones(2)
     for inputs in ((a, b), [a, b], {"b": b, "a": a}):
-        assert ModelInputs.of(inputs).call(Parts())["sum"].tolist() == [2, 2]
-    assert ModelInputs.of(a).call(nn.Identity()) is a
+        assert ModelInputs.wrap(inputs).call(Parts())["sum"].tolist() == [2, 2]
+    assert ModelInputs.wrap(a).call(nn.Identity()) is a
 
 
 # -- recalibration -----------------------------------------------------------------------------

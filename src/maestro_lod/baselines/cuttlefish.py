@@ -74,7 +74,7 @@ class Cuttlefish(Factorized):
     ) -> None:
         super().__init__(model, optimizer, **common)
         self.settings = settings
-        self.full = Plan(self.model, **self.choice).wanted()
+        self.full = Plan(self.model, **self.choice).planned()
         self.scales: dict[str, float] = {}
         """Factor on the stable rank of each layer that will be factorized."""
         self.watched = StableRanks(2, 2, settings.epsilon)

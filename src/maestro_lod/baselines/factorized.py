@@ -31,7 +31,7 @@ class Factorizing:
     def choice(self, model: nn.Module) -> dict[str, Any]:
         """Return the arguments of `decompose` for a dense model, without ranks."""
         chosen = vars(self.decompose) | {"skip": self.decompose.skip or None, "ranks": None}
-        layers = [*Plan(model, **chosen).wanted()]
+        layers = [*Plan(model, **chosen).planned()]
         if not layers[2 if self.keep_ends else 0 :]:
             ends = " other than the first and the last. Set keep_ends=false"
             raise OptionError(

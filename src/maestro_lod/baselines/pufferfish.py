@@ -66,7 +66,7 @@ class PufferfishSettings(Factorizing, Settings):
             costs, full = full_rank_costs(model, example, choice)
             return ranks_within_size(costs, full, self.size, self.size_in)
         given = self.decompose.ranks
-        return Plan(model, **choice | {"ranks": QUARTER if given is None else given}).wanted()
+        return Plan(model, **choice | {"ranks": QUARTER if given is None else given}).planned()
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost

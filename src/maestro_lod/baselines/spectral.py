@@ -52,7 +52,7 @@ class SpectralSettings(Factorizing, SizedSettings):
 
     def ranks(self, model: nn.Module) -> dict[str, int]:
         """Return the rank within the size of each layer of a dense model to factorize."""
-        found = Plan(model, **self.choice(model)).wanted()
+        found = Plan(model, **self.choice(model)).planned()
         modules = dict(model.named_modules())
         layers = {name: modules[name] for name in found if _can_be_pair(modules.get(name))}
         if not layers:

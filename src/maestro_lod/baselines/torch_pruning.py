@@ -95,7 +95,7 @@ def prune(model: nn.Module, example: Any, limit: int) -> nn.Module:
 
     The outputs of the last layer keep their number.
     """
-    call = ModelInputs.of_example(example)
+    call = ModelInputs.from_example(example)
     if call.kwargs:
         raise OptionError(
             "torch-pruning does not support models with keyword inputs. Choose another method."

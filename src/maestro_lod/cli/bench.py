@@ -13,7 +13,7 @@ from maestro_lod.cli.trained import Trained, frontier_of
 from maestro_lod.errors import OptionError
 from maestro_lod.model.cost import Cost, cost_of
 from maestro_lod.model.frontier import Frontier
-from maestro_lod.model.inputs import ModelInputs, device_of
+from maestro_lod.model.inputs import ModelInputs, model_device
 from maestro_lod.model.surgery import extract
 from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.choice import Choice
@@ -50,7 +50,7 @@ def bench(
         _require_same_data(trained, reference)
         models = {f"run {reference.run.directory.name}": reference.dense(), **models}
     tests = {name: trained.tested(model) for name, model in models.items()}
-    runs = ModelInputs.of_example(example).drawn(device_of(trained.model))
+    runs = ModelInputs.from_example(example).drawn(model_device(trained.model))
     variants = {name: eager(model, runs) for name, model in models.items()}
     times = interleaved(variants, rounds=ROUNDS)
     costs = {name: cost_of(model, trained.data.example) for name, model in models.items()}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maestro_lod.model.inputs import Loss, ModelInputs, device_of, in_mode, split_batch
+from maestro_lod.model.inputs import Loss, ModelInputs, in_mode, model_device, split_batch
 from maestro_lod.sizes.outputs import values_loss
 from maestro_lod.train.evaluate import evaluate
 
@@ -42,8 +42,8 @@ class Quality:
         model = self._model
         if self._loss is not None:
             return evaluate(model, self._batches, self._loss)
-        device = device_of(model)
-        calls = [ModelInputs.of(split_batch(batch)[0]).to(device) for batch in self._batches]
+        device = model_device(model)
+        calls = [ModelInputs.wrap(split_batch(batch)[0]).to(device) for batch in self._batches]
         with in_mode(model, training=False):
             if "CausalLM" in type(model).__name__:
                 return {"perplexity": _perplexity([_next_token(model, each) for each in calls])}

@@ -24,7 +24,7 @@ from maestro_lod.cli.user_code import (
 )
 from maestro_lod.errors import OptionError, listed
 from maestro_lod.model.cost import Cost, cost_of
-from maestro_lod.model.inputs import Loss, ModelInputs, device_of, in_mode
+from maestro_lod.model.inputs import Loss, ModelInputs, in_mode, model_device
 from maestro_lod.train.evaluate import CrossEntropy
 from maestro_lod.train.method import Method, Schedule
 from maestro_lod.train.schedule import cosine, linear, milestones, vaswani
@@ -149,11 +149,11 @@ def _dense_cost(recipe: Recipe, data: Data) -> Cost:
 
 def _rehearse(recipe: Recipe, model: nn.Module, data: Data) -> None:
     """Run the model on one sample to find a mismatch before anything is written."""
-    inputs = ModelInputs.of(data.example)
+    inputs = ModelInputs.wrap(data.example)
     """Run the model on one sample, to find a mismatch before anything is written."""
     try:
         with torch.no_grad(), in_mode(model, training=False):
-            output = inputs.to(device_of(model)).call(model)
+            output = inputs.to(model_device(model)).call(model)
     except Exception as error:
         what = f"model {recipe.model.name!r} cannot run on data {recipe.data.name!r}"
         shapes = ["×".join(map(str, t.shape)) for t in inputs.tensors]

@@ -35,9 +35,9 @@ from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import (
     Loss,
     ModelInputs,
-    device_of,
     in_mode,
     map_tensors,
+    model_device,
     on_device,
     samples_in,
 )
@@ -176,10 +176,10 @@ def frontier_of(trained: Trained, on_progress: OnProgress | None = None) -> Fron
 
 
 def _accuracy(model: nn.Module, batches: Any) -> float:
-    device, correct, count = device_of(model), 0, 0
+    device, correct, count = model_device(model), 0, 0
     for inputs, target in batches:
         hits = correct_predictions(
-            ModelInputs.of(inputs).to(device).call(model), on_device(target, device)
+            ModelInputs.wrap(inputs).to(device).call(model), on_device(target, device)
         )
         assert hits is not None
         correct, count = correct + int(hits.sum()), count + hits.numel()
@@ -190,9 +190,9 @@ def _accuracy(model: nn.Module, batches: Any) -> float:
 
 def _has_classes(model: nn.Module, batches: Sequence[tuple[Any, Any]]) -> bool:
     """Return whether the model gives class scores, so that it has an accuracy."""
-    device, (inputs, target) = device_of(model), batches[0]
+    device, (inputs, target) = model_device(model), batches[0]
     with torch.no_grad(), in_mode(model, training=False):
-        output = ModelInputs.of(inputs).to(device).call(model)
+        output = ModelInputs.wrap(inputs).to(device).call(model)
     return correct_predictions(output, on_device(target, device)) is not None
 
 

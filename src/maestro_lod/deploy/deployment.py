@@ -21,7 +21,7 @@ from maestro_lod.files.atomic import replacing_directory
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import cost_of
 from maestro_lod.model.frontier import Frontier
-from maestro_lod.model.inputs import Example, ModelInputs, device_of
+from maestro_lod.model.inputs import Example, ModelInputs, model_device
 from maestro_lod.model.limits import Size
 from maestro_lod.progress import ProgressLine
 from maestro_lod.sizes.choice import Judge, choose
@@ -175,7 +175,7 @@ def deploy_size(
         deployment = Deployment(
             point, ranks, cost.params, cost.macs or 0, dense_cost.params,
             dense_cost.macs or 0, reached, reached_dense, untuned, [*writer.files.values()],
-            writer.left_out, ModelInputs.of_example(example).batch_size, torch.get_num_threads(),
+            writer.left_out, ModelInputs.from_example(example).batch_size, torch.get_num_threads(),
         )  # fmt: skip
         write_manifest(directory, deployment.to_dict())
     return deployment
@@ -236,7 +236,7 @@ class _Writer:
     def _reason_against(self, written: Deployed) -> str | None:
         """Return the reason not to keep a file, or None."""
         name, most = written.file.path.name, self.most_seconds
-        batch = ModelInputs.of_example(self.example).batch_size
+        batch = ModelInputs.from_example(self.example).batch_size
         if most is not None and written.seconds > most * _NOISE:
             return (
                 f"{name} takes {1e3 * written.seconds:.3g} ms on this machine at batch {batch}, "
@@ -259,7 +259,7 @@ class _Writer:
 
     def _written(self, path: Path, format_: str, quantize: Literal["int8"] | None) -> Deployed:
         file = export(self.small, path, example=self.example, quantize=quantize)
-        runs = ModelInputs.of_example(self.example).drawn(device_of(self.small))
+        runs = ModelInputs.from_example(self.example).drawn(model_device(self.small))
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             other = Path(scratch) / f"dense.{format_}"
             dense_export = export(self.dense, other, example=self.example)

@@ -37,7 +37,7 @@ from maestro_lod.files.atomic import replacing
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.checkpoint import plain_state, save_plain
 from maestro_lod.model.cost import count_params
-from maestro_lod.model.inputs import Example, ModelInputs, device_of, in_mode, tensors_in
+from maestro_lod.model.inputs import Example, ModelInputs, in_mode, model_device, tensors_in
 from maestro_lod.model.surgery import extract
 from maestro_lod.sizes.timing import interleaved, ratios, run
 from maestro_lod.text import install_command
@@ -127,7 +127,7 @@ def export(
     format = _known_format(path, format)
     _require_possible(model, format, quantize)
     plain = extract(model) if low_rank_layers(model) else model
-    call, device = ModelInputs.of_example(example), device_of(plain)
+    call, device = ModelInputs.from_example(example), model_device(plain)
     usual = call.drawn(device)
     with replacing(path) as temporary, in_mode(plain, training=False), torch.no_grad(), _quiet():
         require_numbers(plain, run(plain, usual))  # before anything else, for a clear error
@@ -230,7 +230,7 @@ def _traced(model: nn.Module, call: ModelInputs, format: str) -> tuple[ExportedP
     Returns:
         The traced model, and the only batch size that it takes; None if it takes any.
     """
-    device, size = device_of(model), call.batch_size
+    device, size = model_device(model), call.batch_size
     several = max(size, 2)  # torch.export treats a batch of one as a constant
     traced = call.drawn(device, batch=several)
     batch, shapes = Dim("batch"), cast("Any", ShapesCollection)()

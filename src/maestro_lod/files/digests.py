@@ -78,7 +78,7 @@ def in_pieces(ends: list[int]) -> Iterator[tuple[int, list[int]]]:
 # -- values in memory ------------------------------------------------------------------------------
 
 
-def digest_of(value: Any) -> str:
+def compute_digest(value: Any) -> str:
     """Return a SHA-256 digest of nested values: tensors, models, mappings, sequences, plain data.
 
     A model contributes its types of modules, parameters and buffers, a function its name, any other

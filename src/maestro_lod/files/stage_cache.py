@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.files.atomic import open_to_append, replacing, writing
-from maestro_lod.files.digests import digest_of
+from maestro_lod.files.digests import compute_digest
 from maestro_lod.files.json_files import parse_json, read_limited
 from maestro_lod.files.state import load_state, save_state
 
@@ -173,7 +173,7 @@ def _described(value: Any) -> Any:
     """Return a plain value unchanged, or the first digits of the digest of another value."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return digest_of(value)[:_DIGEST_LENGTH]
+    return compute_digest(value)[:_DIGEST_LENGTH]
 
 
 def _read_call(file: Path) -> dict[str, Any]:

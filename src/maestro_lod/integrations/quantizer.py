@@ -33,8 +33,8 @@ from maestro_lod.model.replace import copy_on_meta
 from maestro_lod.model.structure import (
     Form,
     Structure,
+    read_structure,
     restructure,
-    structure_of,
     uninitialized,
 )
 from maestro_lod.model.surgery import fuse
@@ -113,7 +113,7 @@ class LowRankConfig(QuantizationConfigMixin):
         for name, form in structure.items():
             layer: dict[str, Any] = {"form": form.kind}
             layer |= {} if form.rank is None else {"rank": form.rank}
-            layer |= {} if form.factors_of is None else {"factors_of": form.factors_of}
+            layer |= {} if form.embedding is None else {"factors_of": form.embedding}
             layer |= {"dense_only": True} if name in low_rank and low_rank[name].dense_only else {}
             self.layers[name] = layer
 
@@ -124,7 +124,7 @@ class LowRankConfig(QuantizationConfigMixin):
 def structure_in(model: PreTrainedModel) -> Structure:
     """Return how a low-rank or extracted model differs from the dense one of its architecture."""
     if low_rank_layers(model):
-        return structure_of(model)
+        return read_structure(model)
     return structure_of_plain(model, dense_on_meta(model))
 
 
@@ -394,7 +394,7 @@ def names_in(model: Any, structure: Structure) -> dict[str, str]:
 def renamed(structure: Structure, names: Mapping[str, str]) -> Structure:
     """Return a structure by other names, without the layers that have none."""
     return {
-        names[name]: form._replace(factors_of=names.get(form.factors_of or ""))
+        names[name]: form._replace(embedding=names.get(form.embedding or ""))
         for name, form in structure.items()
-        if name in names and (form.factors_of is None or form.factors_of in names)
+        if name in names and (form.embedding is None or form.embedding in names)
     }

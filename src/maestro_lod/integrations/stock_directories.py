@@ -90,7 +90,7 @@ def _shared_head(
     if head is None or embedding is None or embedding not in structure or head in structure:
         return {}
     alone = saved.get(f"{head}.weight", f"{head}.weight") not in tensors
-    return {head: Form("shared", factors_of=embedding)} if alone else {}
+    return {head: Form("shared", embedding=embedding)} if alone else {}
 
 
 def _by_own_names(

@@ -180,7 +180,7 @@ class LowRankConv(AnyConv):
             return [(total // 2, total - total // 2) for total in totals]
         return [(amount, amount) for amount in self.padding]
 
-    def positions_of(self, *inputs: Tensor) -> int:
+    def count_positions(self, *inputs: Tensor) -> int:
         (x,), dims = inputs, self.dimensions
         count = x.shape[0] if x.ndim == dims + 2 else 1
         for i, (before, behind) in enumerate(self._paddings()):
@@ -191,7 +191,7 @@ class LowRankConv(AnyConv):
 
     def input_rows(self, *inputs: Any) -> Iterator[Rows]:
         x = self._batched(inputs[0])
-        size = max(1, self.positions_of(x[:1]) * self.groups * self.matrix_shape[1])
+        size = max(1, self.count_positions(x[:1]) * self.groups * self.matrix_shape[1])
         for part in torch.split(x, max(1, _SCALARS_AT_ONCE // size)):
             yield self._by_group(self._patches(part, self._paddings()))
 

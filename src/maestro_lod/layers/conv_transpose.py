@@ -61,7 +61,7 @@ class LowRankConvTranspose(AnyConv):
         finally:
             self.output_padding = configured
 
-    def positions_of(self, *inputs: Tensor) -> int:
+    def count_positions(self, *inputs: Tensor) -> int:
         return inputs[0].numel() // self.in_channels
 
     def input_rows(self, *inputs: Any) -> Iterator[Rows]:

@@ -68,7 +68,7 @@ class LowRankEmbedding(LowRank):
         output = F.linear(rows, v.mT)
         return output.to(v.dtype)  # autocast narrows products, but not look-ups
 
-    def positions_of(self, *inputs: Tensor) -> int:
+    def count_positions(self, *inputs: Tensor) -> int:
         return inputs[0].numel()
 
     def lookups(self, *inputs: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class SharedHead(nn.Module):
     def rank(self) -> int:
         return self.embedding.rank
 
-    def positions_of(self, *inputs: Tensor) -> int:
+    def count_positions(self, *inputs: Tensor) -> int:
         return inputs[0].numel() // self.embedding.embedding_dim
 
     def macs(self, positions: int, rank: int | None = None) -> int:
@@ -173,7 +173,7 @@ class SharedHead(nn.Module):
         """Count the scalars that plain layers store twice: the small factor, once transposed."""
         return 0 if form == "dense" else max(rank, 1) * self.embedding.embedding_dim
 
-    def plain(self, embedding: nn.Module) -> nn.Module:
+    def to_torch(self, embedding: nn.Module) -> nn.Module:
         """Return plain layers that share the weight of the embedding's plain form."""
         bias = self.bias is not None
         if isinstance(embedding, nn.Embedding):

@@ -34,7 +34,7 @@ class LowRankLinear(LowRank):
     def out_features(self) -> int:
         return self.u.shape[0]
 
-    def positions_of(self, *inputs: Tensor) -> int:
+    def count_positions(self, *inputs: Tensor) -> int:
         return inputs[0].numel() // self.in_features
 
     def input_rows(self, *inputs: Any) -> Iterator[Rows]:

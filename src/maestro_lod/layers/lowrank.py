@@ -86,7 +86,7 @@ class LowRank(Factors):
         """Return why this dense layer cannot be replaced, '' if it can."""
         return ""
 
-    def positions_of(self, *inputs: Any) -> int:
+    def count_positions(self, *inputs: Any) -> int:
         """Count the positions at which the weight is applied to the inputs."""
         raise NotImplementedError
 
@@ -143,7 +143,7 @@ class LowRank(Factors):
         """Return equivalent plain layers at a rank, one per factor."""
         raise NotImplementedError
 
-    def plain(self, form: PlainForm, rank: int | None = None) -> nn.Module:
+    def to_torch(self, form: PlainForm, rank: int | None = None) -> nn.Module:
         """Return plain layers in a form, with the options as attributes for the model's code."""
         if form == "dense":
             return self.plain_dense(rank)
@@ -229,11 +229,11 @@ class LowRank(Factors):
 
     def _set_matrices(self, left: Tensor, right: Tensor) -> None:
         """Copy (groups, m, r) and (groups, r, n) matrices into `u` and `v`."""
-        u, v = self.factors_of(left, right)
+        u, v = self.to_factors(left, right)
         self.u.copy_(u)
         self.v.copy_(v)
 
-    def factors_of(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    def to_factors(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Reshape (groups, m, r) and (groups, r, n) matrices to `u` and `v`."""
         r, groups = self.rank, self.groups
         out, kernel = self.u.shape[0] // groups, math.prod(self.u.shape[2:])
@@ -282,7 +282,7 @@ class LowRank(Factors):
 
     def computed(self, *inputs: Tensor) -> Tensor:
         """Apply the active factors to the inputs, composed or one by one, whichever is faster."""
-        positions = self.positions_of(*inputs)
+        positions = self.count_positions(*inputs)
         self.note_positions(positions)
         u, v = self._active_factors()
         passes = 1 if (cache := usable_cache(self, u, v)) is None else cache.passes

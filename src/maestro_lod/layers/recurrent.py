@@ -90,13 +90,13 @@ class Recurrent(nn.Module):
         else:
             super().__setattr__(name, value)
 
-    def positions_of(self, *inputs: Any) -> int:
+    def count_positions(self, *inputs: Any) -> int:
         """Count the steps of all sequences, at each of which every weight is applied."""
         x: Tensor = inputs[0].data  # of a packed sequence, or the tensor itself
         return x.numel() // x.shape[-1]
 
     def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> Any:
-        positions = self.positions_of(input)
+        positions = self.count_positions(input)
         for matrix in self._modules.values():
             if hasattr(matrix, "note_positions"):
                 matrix.note_positions(positions)  # type: ignore[union-attr, operator]

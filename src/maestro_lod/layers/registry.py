@@ -32,7 +32,7 @@ class Unpacked(Protocol):
     """The names of attributes that a user added to the dense layer."""
     applies_parts: bool
     """Whether it multiplies by the weights of its parts instead of calling them. Then it defines
-    `positions_of(*inputs)`, the number of positions, and `observed(on_product, *inputs)`, which
+    `count_positions(*inputs)`, the number of positions, and `observed(on_product, *inputs)`, which
     computes the same and calls `on_product(part, rows, products)` for each product."""
 
     @staticmethod

@@ -50,7 +50,7 @@ class LowRankStack(LowRank):
             return apply_stacked(rows, experts, second @ first)
         return apply_stacked(rows, experts, first, second)
 
-    def positions_of(self, *inputs: Tensor) -> int:
+    def count_positions(self, *inputs: Tensor) -> int:
         return len(inputs[0])
 
     def input_rows(self, *inputs: Any) -> Iterator[Rows]:

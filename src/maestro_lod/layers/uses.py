@@ -37,7 +37,7 @@ class FactorUse:
     costs: FactorUser
     caller: str
     """The module whose inputs determine the number of positions."""
-    positions_of: Callable[..., int]
+    count_positions: Callable[..., int]
 
     @property
     def kind(self) -> str:
@@ -59,11 +59,11 @@ def factor_uses(model: nn.Module) -> list[FactorUse]:
         if isinstance(module, SharedHead):
             if id(module.embedding) in name_of:  # it may be outside of this part of the model
                 owner = name_of[id(module.embedding)]
-                uses.append(FactorUse(name, owner, module, name, module.positions_of))
+                uses.append(FactorUse(name, owner, module, name, module.count_positions))
         elif isinstance(module, LowRank):
             above = name.rpartition(".")[0]
             parent: Any = modules[above] if name else None
             inside = parent is not None and is_unpacked(parent) and parent.applies_parts
             caller, asked = (above, parent) if inside else (name, module)
-            uses.append(FactorUse(name, name, module, caller, asked.positions_of))
+            uses.append(FactorUse(name, name, module, caller, asked.count_positions))
     return uses

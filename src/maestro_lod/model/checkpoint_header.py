@@ -15,7 +15,7 @@ from maestro_lod.files.json_files import Shape, parse_json
 from maestro_lod.files.tensor_file import TensorFile
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.layers.registry import low_rank_type, unpacked_type
-from maestro_lod.model.structure import UNPACKED, Form, Structure, structure_of, uninitialized
+from maestro_lod.model.structure import UNPACKED, Form, Structure, read_structure, uninitialized
 
 ELASTIC, PLAIN, _VERSION = "maestro-lod", "maestro-lod plain", 1
 """The formats: one file with every size, or with one."""
@@ -29,7 +29,7 @@ _PLAIN: Shape = {"layers": {str: str}, "factored": {str: int}, "aliases": {str: 
 def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, str]:
     """Return the metadata of a low-rank model's file, which holds every size."""
     try:
-        structure = structure_of(model)
+        structure = read_structure(model)
     except LayerError as error:
         raise CheckpointError(str(error)) from None
 
@@ -39,7 +39,7 @@ def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, 
     header = {
         "ranks": {name: form.rank for name, form in select("low-rank").items()},
         "opened": list(select("unpacked")),
-        "heads": {name: form.factors_of for name, form in select("shared").items()},
+        "heads": {name: form.embedding for name, form in select("shared").items()},
         "aliases": aliases,
         "dense_only": [n for n, layer in low_rank_layers(model).items() if layer.dense_only],
     }
@@ -148,7 +148,7 @@ def _elastic_header(
     structure = {
         **dict.fromkeys(opened, UNPACKED),
         **{name: Form("low-rank", rank) for name, rank in ranks.items()},
-        **{name: Form("shared", factors_of=embedding) for name, embedding in heads.items()},
+        **{name: Form("shared", embedding=embedding) for name, embedding in heads.items()},
     }
     return CheckpointHeader(structure, dict(aliases), dense_only=tuple(dense_only))
 
@@ -190,6 +190,6 @@ def _plain_structure(
     for name, module in modules.items():  # a layer of another library may have become torch's
         stored, kind = types.get(name, type(module).__name__), low_rank_type(type(module))
         if kind is not None and stored != type(module).__name__:
-            plain = uninitialized(name, module, 1).plain("dense")
+            plain = uninitialized(name, module, 1).to_torch("dense")
             structure |= {name: Form("dense")} if type(plain).__name__ == stored else {}
     return structure

@@ -38,7 +38,7 @@ class ModelInputs:
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, inputs: Any) -> ModelInputs:
+    def wrap(cls, inputs: Any) -> ModelInputs:
         """Return the call for a user's inputs.
 
         A tuple or list holds several arguments, a mapping holds keyword arguments, and anything
@@ -53,10 +53,10 @@ class ModelInputs:
         return cls((inputs,), {})
 
     @classmethod
-    def of_example(cls, example: Example) -> ModelInputs:
+    def from_example(cls, example: Example) -> ModelInputs:
         """Return the call for an `example=`; raise OptionError for other types."""
         if isinstance(example, Tensor | tuple | Mapping | ModelInputs):
-            return cls.of(example)
+            return cls.wrap(example)
         raise OptionError(
             f"example is a {type(example).__name__}. Give a tensor, a tuple of arguments or a "
             "mapping of keyword arguments."
@@ -189,7 +189,7 @@ def on_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def device_of(model: nn.Module) -> torch.device:
+def model_device(model: nn.Module) -> torch.device:
     """Return the device of a model's parameters."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 

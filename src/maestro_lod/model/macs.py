@@ -27,7 +27,7 @@ from maestro_lod.layers.registry import low_rank_type
 from maestro_lod.layers.uses import factor_uses
 from maestro_lod.model.inputs import Example, ModelInputs
 from maestro_lod.model.replace import copy_on_meta, copy_without_hooks
-from maestro_lod.model.structure import restructure, structure_of, uninitialized
+from maestro_lod.model.structure import read_structure, restructure, uninitialized
 
 # Products with a weight; products of two activations are batched ones or attention.
 _WEIGHT_OPS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution}
@@ -49,7 +49,7 @@ class DenseMacs:
 
 def dense_macs(model: nn.Module, example: Example) -> DenseMacs:
     """Count the MACs of the model's dense form; the model itself does not run."""
-    call = ModelInputs.of_example(example)
+    call = ModelInputs.from_example(example)
     try:
         try:
             return _counted_macs(copy_on_meta(model), call.on_meta(), without_values=True)
@@ -88,12 +88,12 @@ def _macs_with_values(model: nn.Module, call: ModelInputs, why: Exception) -> De
 def _counted_macs(twin: nn.Module, call: ModelInputs, *, without_values: bool) -> DenseMacs:
     """Count on a copy of the model, whose low-rank layers are made dense in place."""
     uses = factor_uses(twin)
-    opened = {name: form for name, form in structure_of(twin).items() if form.kind == "unpacked"}
+    opened = {name: form for name, form in read_structure(twin).items() if form.kind == "unpacked"}
     # frozen, since some operations record gradients whatever the mode
     twin = restructure(twin, opened, fill=uninitialized).eval().requires_grad_(False)
     modules, counter = dict(twin.named_modules()), _Counter(twin.parameters())
     for use in uses:
-        counter.locate(use.name, modules[use.caller], use.positions_of)
+        counter.locate(use.name, modules[use.caller], use.count_positions)
     for name, module in modules.items():
         if name in opened and module.applies_parts:
             counter.watch_parts(name, module)
@@ -141,12 +141,12 @@ class _Counter:
         flops = self._flops.flop_counts["Global"]
         return sum(n for op, n in flops.items() if op in _WEIGHT_OPS) // 2 + self._batched.macs
 
-    def locate(self, name: str, caller: nn.Module, positions_of: Callable[..., int]) -> None:
+    def locate(self, name: str, caller: nn.Module, count_positions: Callable[..., int]) -> None:
         """Sum the positions at which a weight is applied, over the calls of its caller."""
         self.positions[name] = 0
 
         def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.positions[name] += positions_of(*args, *kwargs.values())
+            self.positions[name] += count_positions(*args, *kwargs.values())
 
         caller.register_forward_pre_hook(add, with_kwargs=True)
 
@@ -158,7 +158,7 @@ class _Counter:
         layer = uninitialized(name, module, 0)  # which computes its own cost
         self._book(
             module,
-            lambda *inputs: layer.dense_macs(layer.positions_of(*inputs)),
+            lambda *inputs: layer.dense_macs(layer.count_positions(*inputs)),
             lambda macs: {name: macs},
         )
 
@@ -171,7 +171,7 @@ class _Counter:
         whole = sum(sizes.values())
         self._book(
             module,
-            lambda *inputs: whole * module.positions_of(*inputs),
+            lambda *inputs: whole * module.count_positions(*inputs),
             lambda macs: {name: macs * size // whole for name, size in sizes.items()},
         )
 

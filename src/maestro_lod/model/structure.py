@@ -34,7 +34,7 @@ class Form(NamedTuple):
     kind: Literal["low-rank", "factored", "dense", "unpacked", "shared"]
     rank: int | None = None
     """The rank of a low-rank or factored layer, or the rank of a dense weight."""
-    factors_of: str | None = None
+    embedding: str | None = None
     """The embedding whose factors a shared head uses."""
 
 
@@ -48,7 +48,7 @@ Fill: TypeAlias = Callable[[str, nn.Module, int], LowRank]
 """Makes a low-rank layer from the name of a dense layer, the layer and a rank."""
 
 
-def structure_of(model: nn.Module) -> Structure:
+def read_structure(model: nn.Module) -> Structure:
     """Read the structure of a low-rank model."""
     model = unwrapped(model)
     modules = dict(model.named_modules())
@@ -66,7 +66,7 @@ def structure_of(model: nn.Module) -> Structure:
                     f"{name} shares the factors of an embedding that is not part of this "
                     f"{type(model).__name__}. Use the model that contains both."
                 )
-            structure[name] = Form("shared", factors_of=name_of[id(layer.embedding)])
+            structure[name] = Form("shared", embedding=name_of[id(layer.embedding)])
     return structure
 
 
@@ -94,13 +94,13 @@ def uninitialized(name: str, dense: nn.Module, rank: int) -> LowRank:
     return kind.from_dense_shape(dense, rank)
 
 
-def restructure(model: nn.Module, wanted: Structure, *, fill: Fill) -> nn.Module:
+def restructure(model: nn.Module, target: Structure, *, fill: Fill) -> nn.Module:
     """Change a model to a structure, in place; return it, or the replacement of a bare layer.
 
     All new layers are made before any is exchanged, so that an error leaves the model unchanged.
     """
     model = unwrapped(model)
-    exchanged = _exchanged(model, wanted, fill)
+    exchanged = _exchanged(model, target, fill)
     for exchange in exchanged:
         transfer_attributes(exchange.old, exchange.new, added_by=exchange.source)
     new = {id(exchange.old): exchange.new for exchange in exchanged}
@@ -109,15 +109,15 @@ def restructure(model: nn.Module, wanted: Structure, *, fill: Fill) -> nn.Module
             if id(child) in new:
                 parent._modules[key] = new[id(child)]
     changed = new.get(id(model), model)
-    switch_off_fast_paths(changed, wanted)
+    switch_off_fast_paths(changed, target)
     return changed
 
 
-def restructured_copy(model: nn.Module, wanted: Structure) -> nn.Module:
+def restructured_copy(model: nn.Module, target: Structure) -> nn.Module:
     """Return a deep copy of a model with this structure and without hooks."""
     model = unwrapped(model)
     memo: dict[int, Any] = {}
-    exchanged = _exchanged(model, wanted, uninitialized)
+    exchanged = _exchanged(model, target, uninitialized)
     for old, new, _ in exchanged:
         memo[id(old)] = new
         bias = old._parameters.get("bias")
@@ -138,39 +138,39 @@ class _Exchanges:
     """The layers to exchange in a model, collected step by step."""
 
     modules: dict[str, nn.Module]
-    wanted: Structure
+    target: Structure
     fill: Fill
 
     def __post_init__(self) -> None:
-        self.of: dict[int, _Exchange] = {}
+        self.by_id: dict[int, _Exchange] = {}
 
     def put(self, old: nn.Module, new: nn.Module, source: nn.Module | None = None) -> None:
-        self.of[id(old)] = _Exchange(old, new, source or old)
+        self.by_id[id(old)] = _Exchange(old, new, source or old)
 
     def now(self, module: nn.Module) -> nn.Module:
         """Return the module that will replace a module, or itself."""
-        return self.of[id(module)].new if id(module) in self.of else module
+        return self.by_id[id(module)].new if id(module) in self.by_id else module
 
-    def open_layers(self) -> dict[str, nn.Module]:
+    def unpack_layers(self) -> dict[str, nn.Module]:
         """Unpack layers with several weights into modules on the same memory."""
-        opened = {}
-        for name, form in self.wanted.items():
+        unpacked = {}
+        for name, form in self.target.items():
             module = self.modules.get(name)
             kind = unpacked_type(type(module)) if form == UNPACKED else None
             if kind is not None:
-                opened[name] = kind(self.modules[name])
-                for key, part in opened[name].named_children():
+                unpacked[name] = kind(self.modules[name])
+                for key, part in unpacked[name].named_children():
                     self.modules[f"{name}.{key}".lstrip(".")] = part
-        return opened
+        return unpacked
 
     def change_layer(self, name: str, module: Any) -> None:
         """Make a layer low-rank, factored or dense."""
-        form = self.wanted.get(name)
+        form = self.target.get(name)
         if module_role(module) == "low-rank":
             if form is None:
                 self.put(module, module.dense())
             elif form.kind in ("factored", "dense"):
-                self.put(module, module.plain(form.kind, form.rank))
+                self.put(module, module.to_torch(form.kind, form.rank))
             return
         if form is None or low_rank_type(type(module)) is None:
             return
@@ -179,58 +179,58 @@ class _Exchanges:
         elif form.kind == "factored" or (form.kind == "dense" and not _is_of_torch(module)):
             layer = self.fill(name, module, form.rank or 1)
             transfer_attributes(module, layer)
-            plain = layer.plain(form.kind, form.rank)
+            plain = layer.to_torch(form.kind, form.rank)
             self.put(module, plain, source=layer)
 
     def change_head(self, name: str, module: Any) -> None:
         """Make an output head share the factors of its embedding, or separate it again."""
-        form = self.wanted.get(name)
-        wanted, now = form is not None and form.kind == "shared", module_role(module) == "shared"
-        if form is not None and wanted and not now:
-            factors: Any = self.now(self.modules[form.factors_of or ""])
+        form = self.target.get(name)
+        target, now = form is not None and form.kind == "shared", module_role(module) == "shared"
+        if form is not None and target and not now:
+            factors: Any = self.now(self.modules[form.embedding or ""])
             self.put(module, SharedHead(factors, module._parameters.get("bias")))
-        elif now and not wanted:
+        elif now and not target:
             embedding = self.now(module.embedding)
             same = embedding is module.embedding
-            self.put(module, module.plain(module.embedding.dense() if same else embedding))
+            self.put(module, module.to_torch(module.embedding.dense() if same else embedding))
 
-    def close_layer(self, name: str, module: Any) -> None:
+    def repack_layer(self, name: str, module: Any) -> None:
         """Repack an unpacked layer to torch's layer, if all its parts are dense."""
         parts = {key: self.now(part) for key, part in module.named_children()}
-        if name not in self.wanted and (closed := module.repacked(parts)) is not None:
-            self.put(module, closed)
+        if name not in self.target and (repacked := module.repacked(parts)) is not None:
+            self.put(module, repacked)
 
 
-def _exchanged(model: nn.Module, wanted: Structure, fill: Fill) -> list[_Exchange]:
+def _exchanged(model: nn.Module, target: Structure, fill: Fill) -> list[_Exchange]:
     """Make all replacements for a structure, without changing the model."""
-    there = dict(model.named_modules())
-    exchanges = _Exchanges(dict(there), wanted, fill)
-    opened = exchanges.open_layers()
-    _require_possible(exchanges.modules, wanted)
+    before = dict(model.named_modules())
+    exchanges = _Exchanges(dict(before), target, fill)
+    unpacked = exchanges.unpack_layers()
+    _require_possible(exchanges.modules, target)
     for name, module in exchanges.modules.items():
         exchanges.change_layer(name, module)
-    for name, module in there.items():
+    for name, module in before.items():
         exchanges.change_head(name, module)
-    for name, layer in opened.items():
+    for name, layer in unpacked.items():
         parts = dict(layer.named_children())
         for key, part in parts.items():
-            made = exchanges.of.pop(id(part), None)
+            made = exchanges.by_id.pop(id(part), None)
             own_memory(
                 part, ("weight", "bias") if made is None else ("bias",)
             )  # the parts are views
             if made is not None:
                 transfer_attributes(part, made.new, added_by=made.source)
                 layer._modules[key] = made.new
-        exchanges.put(there[name], layer)
-    for name, module in there.items():
+        exchanges.put(before[name], layer)
+    for name, module in before.items():
         if module_role(module) == "unpacked":
-            exchanges.close_layer(name, module)
-    return list(exchanges.of.values())
+            exchanges.repack_layer(name, module)
+    return list(exchanges.by_id.values())
 
 
-def _require_possible(modules: Mapping[str, nn.Module], wanted: Structure) -> None:
+def _require_possible(modules: Mapping[str, nn.Module], target: Structure) -> None:
     """Raise LayerError if the model cannot have the structure."""
-    for name, form in wanted.items():
+    for name, form in target.items():
         module = modules.get(name)
         kind, role = low_rank_type(type(module)), module_role(module)
         possible = {
@@ -239,11 +239,11 @@ def _require_possible(modules: Mapping[str, nn.Module], wanted: Structure) -> No
             "dense": module is not None,
             "unpacked": unpacked_type(type(module)) is not None or role == "unpacked",
             "shared": (isinstance(module, SharedHead.replaces) or role == "shared")
-            and wanted.get(form.factors_of or "", UNPACKED).kind == "low-rank",
+            and target.get(form.embedding or "", UNPACKED).kind == "low-rank",
         }
         if not possible[form.kind]:
             state = "has none" if module is None else f"has a {type(module).__name__}"
-            layers = [n for n, f in wanted.items() if f.kind in ("low-rank", "factored")]
+            layers = [n for n, f in target.items() if f.kind in ("low-rank", "factored")]
             raise LayerError(
                 f"its layer {name!r} is {form.kind}, but the model {state} of this name. Use the "
                 f"dense model of its low-rank layers: {listed(layers)}."

@@ -25,9 +25,9 @@ from maestro_lod.model.structure import (
     Form,
     Structure,
     drop_unneeded_unpacking,
+    read_structure,
     restructure,
     restructured_copy,
-    structure_of,
     svd,
     uninitialized,
 )
@@ -90,24 +90,24 @@ def decompose(
             "lod.calibrate(model, batches)."
         )
     plan = Plan(model, only=only, skip=skip, ranks=ranks, tied=tied)
-    wanted = _require_possible(model, plan)
+    target = _require_possible(model, plan)
     fill = svd if calibration is None else calibration.fill()
-    changed = restructure(model, plan.structure(), fill=_with_progress(fill, len(wanted)))
+    changed = restructure(model, plan.structure(), fill=_with_progress(fill, len(target)))
     return model if changed is unwrapped(model) else cast("Model", changed)
 
 
 def _require_possible(model: nn.Module, plan: Plan) -> dict[str, int]:
     """Return the ranks of the layers to decompose; raise LayerError for a plan without effect."""
-    wanted = plan.wanted()
+    target = plan.planned()
     if plan.without_effect:
         raise LayerError(
             f"{plan.without_effect} names only layers that are low-rank already, at another rank. "
             "Use at_ranks, set_ranks or extract to run them at smaller ranks."
         )
-    if not wanted and not any(row.low_rank for row in plan.rows.values()):
+    if not target and not any(row.low_rank for row in plan.rows.values()):
         raise LayerError(_why_nothing(model, plan))
     require_usable_weights(plan)
-    return wanted
+    return target
 
 
 def _with_progress(fill: Fill, count: int) -> Fill:
@@ -155,17 +155,17 @@ def fuse(model: Model, *, by: By = "params") -> Model:
     layers = require_low_rank(model)
     require_all_active(model, "fuse")
     _require_not_compiled_alone(model)
-    wanted = structure_of(model)
+    target = read_structure(model)
     ranks = {name: layer.rank for name, layer in layers.items()}
     forms = better_forms(model, ranks, by, copied=False)
     for name, form in forms.items():
         if form == "dense":
-            del wanted[name]
-    heads = [name for name, form in wanted.items() if form.kind == "shared"]
+            del target[name]
+    heads = [name for name, form in target.items() if form.kind == "shared"]
     for name in heads:
-        if wanted[name].factors_of not in wanted:
-            del wanted[name]
-    fused = restructure(model, drop_unneeded_unpacking(wanted), fill=uninitialized)
+        if target[name].embedding not in target:
+            del target[name]
+    fused = restructure(model, drop_unneeded_unpacking(target), fill=uninitialized)
     return model if fused is unwrapped(model) else cast("Model", fused)
 
 
@@ -207,10 +207,10 @@ def extract(model: Model, ranks: Ranks | None = None, *, by: By = "params") -> M
 
 def deployed_structure(model: nn.Module, ranks: Mapping[str, int], by: By = "params") -> Structure:
     """Return the structure that `extract` gives a low-rank model at these ranks."""
-    wanted = {n: form for n, form in structure_of(model).items() if form.kind == "unpacked"}
+    target = {n: form for n, form in read_structure(model).items() if form.kind == "unpacked"}
     for name, form in better_forms(model, ranks, by).items():
-        wanted[name] = Form(form, ranks[name])
-    return drop_unneeded_unpacking(wanted)
+        target[name] = Form(form, ranks[name])
+    return drop_unneeded_unpacking(target)
 
 
 def _require_not_compiled_alone(model: nn.Module) -> None:
@@ -226,7 +226,7 @@ def _require_not_compiled_alone(model: nn.Module) -> None:
 def require_usable_weights(plan: Plan) -> None:
     """Raise one LayerError for all layers whose weights cannot be factored."""
     problems = []
-    for name in plan.wanted():
+    for name in plan.planned():
         weight = plan.dense[name].weight
         assert isinstance(weight, Tensor)
         if weight.is_meta:

@@ -15,7 +15,7 @@ from maestro_lod.layers.ranks import Ranks, matches, resolve, unwrapped
 from maestro_lod.layers.registry import unpacked_type
 from maestro_lod.layers.uses import module_role
 from maestro_lod.model.blockers import Blockers
-from maestro_lod.model.structure import UNPACKED, Form, Structure, structure_of, uninitialized
+from maestro_lod.model.structure import UNPACKED, Form, Structure, read_structure, uninitialized
 from maestro_lod.text import table
 
 Where = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -130,7 +130,7 @@ class Plan:
     rows: dict[str, SurveyedLayer]
     dense: dict[str, nn.Module]
     """The dense layer behind each row that can be decomposed."""
-    opened: dict[str, list[str]]
+    unpacked: dict[str, list[str]]
     """The layers with several weights, each with the names of its parts."""
     heads: dict[str, str]
     """The names of output heads that would share factors, with those of their embeddings."""
@@ -154,7 +154,7 @@ class Plan:
                 "parameters. Decompose the model first, then wrap it."
             )
         model = unwrapped(model)
-        self.rows, self.dense, self.opened, self.heads = {}, {}, {}, {}
+        self.rows, self.dense, self.unpacked, self.heads = {}, {}, {}, {}
         self._linear: dict[str, nn.Module] = {}  # the heads themselves
         self._model = model
         self._blockers = Blockers(model)
@@ -169,7 +169,7 @@ class Plan:
         if ranks is not None:
             self._apply_ranks(ranks)
 
-    def wanted(self) -> dict[str, int]:
+    def planned(self) -> dict[str, int]:
         """Return the layers to decompose, with their ranks."""
         return {
             name: row.rank
@@ -179,11 +179,11 @@ class Plan:
 
     def structure(self, ranks: Mapping[str, int] | None = None) -> Structure:
         """Return the structure of the decomposed model, at the planned ranks or at these."""
-        ranks = self.wanted() if ranks is None else ranks
+        ranks = self.planned() if ranks is None else ranks
         layers = {name: Form("low-rank", rank) for name, rank in ranks.items()}
-        unpacked = {n: UNPACKED for n, parts in self.opened.items() if layers.keys() & set(parts)}
-        structure = {**structure_of(self._model), **unpacked, **layers}
-        heads = {h: Form("shared", factors_of=e) for h, e in self.heads.items() if e in structure}
+        unpacked = {n: UNPACKED for n, parts in self.unpacked.items() if layers.keys() & set(parts)}
+        structure = {**read_structure(self._model), **unpacked, **layers}
+        heads = {h: Form("shared", embedding=e) for h, e in self.heads.items() if e in structure}
         return {**structure, **heads}
 
     def _examine(self, name: str, module: nn.Module) -> bool:
@@ -201,7 +201,7 @@ class Plan:
                 self._leave_alone(name, module, reason)
             else:
                 parts = {f"{name}.{k}".lstrip("."): p for k, p in unpacked(module).named_children()}
-                self.opened[name] = list(parts)
+                self.unpacked[name] = list(parts)
                 for part_name, part in parts.items():
                     self._add(part_name, part, self._blockers.saving_reason(part))
             return True
@@ -260,7 +260,7 @@ class Plan:
                 chosen |= dict.fromkeys(hits, f" ({pattern})")
         if not keep:  # with a head its embedding is skipped, which could not stay tied
             chosen |= {emb: chosen[head] for head, emb in self.heads.items() if head in chosen}
-        for name in self.wanted():
+        for name in self.planned():
             if (name in chosen) is not keep:
                 reason = "not matched by only" if keep else f"matched by skip{chosen[name]}"
                 self.rows[name] = replace(self.rows[name], rank=None, left_alone=reason)

@@ -22,13 +22,13 @@ from maestro_lod.model.cost import Costs, better_forms, count_params
 from maestro_lod.model.inputs import Loss, split_batch
 from maestro_lod.model.limits import require_limits
 from maestro_lod.model.replace import copy_on_meta
-from maestro_lod.model.structure import Fill, restructure, structure_of, uninitialized
+from maestro_lod.model.structure import Fill, read_structure, restructure, uninitialized
 from maestro_lod.model.surgery import fuse, require_usable_weights
 from maestro_lod.model.survey import Plan, Tied
 from maestro_lod.pretrained.correction import correct as correct_layers
 from maestro_lod.pretrained.distillation import Distillation, Distilled
 from maestro_lod.progress import OnProgress
-from maestro_lod.sizes.calibrated_allocation import energies_of, ranks_within
+from maestro_lod.sizes.calibrated_allocation import rank_energies, ranks_within
 from maestro_lod.sizes.calibration import Batches, Calibration, calibrate_plan
 from maestro_lod.sizes.outputs import SoftLoss, own_outputs
 from maestro_lod.train.evaluate import recalibrate
@@ -150,7 +150,7 @@ def _size(model: nn.Module) -> tuple[int, int]:
 
 
 def _require_inside(model: nn.Module, plan: Plan) -> None:
-    if "" in plan.wanted():
+    if "" in plan.planned():
         raise LayerError(
             f"the model is a single layer, which cannot be replaced in place: "
             f"{type(model).__name__}. Compress the model that contains it, or "
@@ -172,10 +172,12 @@ def _choose_ranks(
     These are the layers that become smaller as factors and, with a correction, all that it can fit.
     """
     decomposed = restructure(copy_on_meta(model), plan.structure(), fill=uninitialized)
-    layers = {name: plan.dense[name] for name in plan.wanted()}
+    layers = {name: plan.dense[name] for name in plan.planned()}
     ranks: dict[str, int] = cache.get_or_compute(
         "ranks",
-        lambda: ranks_within(max_params, Costs(decomposed, None), energies_of(layers, calibration)),
+        lambda: ranks_within(
+            max_params, Costs(decomposed, None), rank_energies(layers, calibration)
+        ),
     )
     forms = better_forms(decomposed, ranks, copied=False)
     if "factored" not in forms.values():
@@ -229,7 +231,7 @@ def _take_over(model: nn.Module, compressed: nn.Module) -> None:
         layer.u.data, layer.v.data = made[name].u.data, made[name].v.data
         return layer
 
-    restructure(model, structure_of(compressed), fill=fill)
+    restructure(model, read_structure(compressed), fill=fill)
     for targets, sources in (
         (model.named_parameters(), compressed.named_parameters()),
         (model.named_buffers(), compressed.named_buffers()),

@@ -25,8 +25,8 @@ from maestro_lod.layers.ranks import (
     resolve_for,
     unwrapped,
 )
-from maestro_lod.model.inputs import ModelInputs, device_of, in_mode, split_batch
-from maestro_lod.model.structure import UNPACKED, restructured_copy, structure_of
+from maestro_lod.model.inputs import ModelInputs, in_mode, model_device, split_batch
+from maestro_lod.model.structure import UNPACKED, read_structure, restructured_copy
 from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.calibration import Batches, Calibration
 from maestro_lod.sizes.whitening import whitened_factors
@@ -96,7 +96,7 @@ def correct(
 
 def _unpacked_alike(teacher: nn.Module, model: nn.Module) -> nn.Module:
     """Return the teacher, in a copy with the same unpacked modules as the model if needed."""
-    unpacked = {name: form for name, form in structure_of(model).items() if form == UNPACKED}
+    unpacked = {name: form for name, form in read_structure(model).items() if form == UNPACKED}
     return restructured_copy(teacher, unpacked) if unpacked else teacher
 
 
@@ -107,7 +107,7 @@ def _in_order(model: nn.Module, inputs: Any) -> list[list[str]]:
     with ExitStack() as hooks:
         for name, layer in layers.items():
             _hook(hooks, layer, lambda x, name=name: calls.append((name, x)))  # type: ignore[misc]
-        ModelInputs.of(inputs).to(device_of(model)).call(model)
+        ModelInputs.wrap(inputs).to(model_device(model)).call(model)
     names = [name for name, _ in calls]
     groups: list[list[str]] = []
     last: Tensor | None = None
@@ -143,7 +143,7 @@ def _inputs_at(model: nn.Module, name: str, inputs: Any) -> Tensor:
     with ExitStack() as hooks:
         _hook(hooks, model.get_submodule(name), stop)
         try:
-            ModelInputs.of(inputs).to(device_of(model)).call(model)
+            ModelInputs.wrap(inputs).to(model_device(model)).call(model)
         except _Reached as reached:
             return reached.inputs
     raise DataError(f"a batch does not reach layer {name!r}. Give batches that do.")

@@ -21,10 +21,10 @@ from maestro_lod.errors import (
     require_at_least_one,
     require_nonnegative,
 )
-from maestro_lod.files.digests import digest_of
+from maestro_lod.files.digests import compute_digest
 from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
-from maestro_lod.model.inputs import ModelInputs, device_of, in_mode, split_batch
+from maestro_lod.model.inputs import ModelInputs, in_mode, model_device, split_batch
 from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.calibration import Batches
 from maestro_lod.sizes.outputs import SoftLoss, soft_loss_for, values_loss
@@ -273,7 +273,7 @@ class DistillationLoss:
 
         The student is `single` while it is held in float32.
         """
-        call = ModelInputs.of(inputs).to(device_of(self._student))
+        call = ModelInputs.wrap(inputs).to(model_device(self._student))
         with torch.no_grad():
             target = call.call(self._teacher)
         soft_loss = self._soft_loss or soft_loss_for(target)
@@ -367,7 +367,7 @@ class _Training:
     def note(self, inputs: Any) -> None:
         """Add inputs to the digest of the data so far."""
         if self._cache.is_on:
-            self._data_digest = digest_of([self._data_digest, inputs])
+            self._data_digest = compute_digest([self._data_digest, inputs])
 
     def _parts(self) -> list[Any]:
         sampled = [] if self._sampled is None else [self._sampled]

@@ -61,7 +61,7 @@ def choose_ranks(
     """
     model = unwrapped(model)
     layers = require_low_rank(model)
-    costs, energies = Costs(model, None), energies_of(layers, calibration)
+    costs, energies = Costs(model, None), rank_energies(layers, calibration)
     stored = {name: energies[name][: layer.rank] for name, layer in layers.items()}
     chosen = [
         ranks_within(max_params, costs, stored, exponent)
@@ -73,7 +73,7 @@ def choose_ranks(
     return dict(min(measured, key=lambda point: point.loss).ranks)
 
 
-def energies_of(layers: Mapping[str, nn.Module], calibration: Calibration) -> dict[str, Tensor]:
+def rank_energies(layers: Mapping[str, nn.Module], calibration: Calibration) -> dict[str, Tensor]:
     """Return the energy of each rank of low-rank or dense layers.
 
     With gradients the energy is an estimate of the loss without the rank; else it is the rank's

@@ -20,8 +20,8 @@ from maestro_lod.layers.registry import low_rank_type
 from maestro_lod.model.inputs import (
     Loss,
     ModelInputs,
-    device_of,
     in_mode,
+    model_device,
     on_device,
     split_batch,
 )
@@ -151,7 +151,7 @@ def calibrate(
     model = unwrapped(model)
     plan = Plan(model, only=only, skip=skip, ranks=None, tied=tied)
     data = list(batches) if isinstance(batches, Iterator) else batches
-    call = {"model": model, "layers": [*plan.wanted()], "tied": tied, "loss": loss}
+    call = {"model": model, "layers": [*plan.planned()], "tied": tied, "loss": loss}
     call |= {"data": [*data] if resume is not None else None}
     return calibrate_plan(
         model, plan, data, loss=loss, memory=memory, cache=StageCache(resume, call), stacklevel=3
@@ -169,7 +169,7 @@ def calibrate_plan(
     stacklevel: int = 2,
 ) -> Calibration:
     """Calibrate the layers that a plan decomposes, with a cache for the moments."""
-    layers = {name: uninitialized(name, plan.dense[name], 0) for name in plan.wanted()}
+    layers = {name: uninitialized(name, plan.dense[name], 0) for name in plan.planned()}
     if not layers:
         raise LayerError(
             f"no layer of {type(model).__name__} can be calibrated. Call survey for the reasons."
@@ -202,7 +202,7 @@ def _moments(
     moments = {name: Moments() for name in (*layers, *plan.heads)}
     parts = list(_parts(layers, memory, gradients=loss is not None))
     partial = _Partial(cache)
-    done, first = partial.load(moments, parts, device_of(model))
+    done, first = partial.load(moments, parts, model_device(model))
     for number, part in enumerate(parts):
         if number >= done:
             observer = Observer(model, plan, part, moments, gradients=loss is not None)
@@ -243,7 +243,7 @@ def _pass(
 
     `after` is called after each batch with the number of batches so far.
     """
-    model, device, number = observer.model, device_of(observer.model), -1
+    model, device, number = observer.model, model_device(observer.model), -1
     with in_mode(model, training=False), observer.watching():
         for number, batch in enumerate(batches):
             if number < first:
@@ -251,7 +251,7 @@ def _pass(
             observer.batch = number
             inputs, target = split_batch(batch)
             with torch.set_grad_enabled(loss is not None):
-                output = ModelInputs.of(inputs).to(device).call(model)
+                output = ModelInputs.wrap(inputs).to(device).call(model)
                 if loss is not None:
                     observer.differentiate(loss(output, on_device(target, device)))
             after(number + 1)

@@ -21,7 +21,7 @@ from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.lowrank import LowRank, PlainForm
 from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve, resolve_for, unwrapped
 from maestro_lod.layers.uses import FactorUse, factor_uses
-from maestro_lod.model.inputs import Example, ModelInputs, device_of, drawn, in_mode
+from maestro_lod.model.inputs import Example, ModelInputs, drawn, in_mode, model_device
 from maestro_lod.model.surgery import extract
 from maestro_lod.sizes.timing import interleaved, ratios, run
 from maestro_lod.text import Table, Tabular
@@ -215,8 +215,8 @@ def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
     if rounds < 1:
         raise OptionError(f"rounds={rounds!r} must be one or more.")
     layers = require_low_rank(model)
-    device = device_of(model)
-    call = ModelInputs.of_example(example).drawn(device)
+    device = model_device(model)
+    call = ModelInputs.from_example(example).drawn(device)
     with in_mode(model, training=False), torch.inference_mode():
         calls = _recorded_calls(model, call)
         dense = all_dense(model)
@@ -350,8 +350,8 @@ def _forward(
 ) -> Callable[[], None]:
     """Return a function that runs a plain form of a layer as often as one forward of the model."""
     form: PlainForm = "dense" if rank == _DENSE else "factored"
-    plain = layer.plain(form, None if rank == _DENSE else min(rank, layer.rank))
-    heads = {id(call.head): call.head.plain(plain) for call in calls if call.head is not None}
+    plain = layer.to_torch(form, None if rank == _DENSE else min(rank, layer.rank))
+    heads = {id(call.head): call.head.to_torch(plain) for call in calls if call.head is not None}
     steps = [heads.get(id(call.head), plain) for call in calls]
 
     def run_all() -> None:

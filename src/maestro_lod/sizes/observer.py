@@ -104,7 +104,7 @@ class Observer:
     def watching(self) -> Iterator[None]:
         """Collect moments inside the `with` block."""
         modules = dict(self.model.named_modules())
-        whole_of = {part: whole for whole, parts in self._plan.opened.items() for part in parts}
+        whole_of = {part: whole for whole, parts in self._plan.unpacked.items() for part in parts}
         wholes = {whole_of[name] for name in self._layers if name in whole_of}
         with ExitStack() as hooks:
 

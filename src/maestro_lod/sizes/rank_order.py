@@ -63,7 +63,7 @@ def _order(layer: LowRank, states: Mapping[Any, Any], averaged: LowRank | None) 
     if layer.identity_factor != "v":
         for held in _moments(stored_v, states):
             _turn_v(held, _suited(held, forth.mT))
-    for stored, new in zip((stored_u, stored_v), layer.factors_of(new_u, new_v), strict=True):
+    for stored, new in zip((stored_u, stored_v), layer.to_factors(new_u, new_v), strict=True):
         fill(stored, new)
     for each in filter(None, (layer, averaged)):
         each.identity_factor = None  # both factors are trained from now on
@@ -91,11 +91,11 @@ def _share_moments(layer: LowRank, states: Any, new_u: Tensor, new_v: Tensor) ->
         if layer.identity_factor == "u":
             matrices = layer._matrices(gathered(u).double(), whole)[1]
             projected = matrices @ _suited(value, new_v.mT)
-            shared = layer.factors_of(projected, new_v)[0]
+            shared = layer.to_factors(projected, new_v)[0]
         else:
             matrices = layer._matrices(whole, gathered(v).double())[0]
             projected = _suited(value, new_u.mT) @ matrices
-            shared = layer.factors_of(new_u, projected)[1]
+            shared = layer.to_factors(new_u, projected)[1]
         fill(state.setdefault(key, torch.empty_like(still)), shared)
 
 

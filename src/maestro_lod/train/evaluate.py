@@ -21,8 +21,8 @@ from maestro_lod.model.inputs import (
     Loss,
     ModelInputs,
     autocast,
-    device_of,
     in_mode,
+    model_device,
     on_device,
     samples_in,
     split_batch,
@@ -159,12 +159,12 @@ def evaluate(
         OptionError: No batch has a target, or the loss cannot be computed from them.
     """
     loss = loss or CrossEntropy()
-    device, score, sequences = device_of(model), Score(), False
+    device, score, sequences = model_device(model), Score(), False
     with in_mode(model, training=False):
         for inputs, target in map(split_batch, batches):
             target = on_device(target, device)
             with autocast(device, amp):
-                output = ModelInputs.of(inputs).to(device).call(model)
+                output = ModelInputs.wrap(inputs).to(device).call(model)
                 value = require_loss(loss(output, target), trained=False)
             score.add(value, output, target, summed=sums(loss))
             sequences = isinstance(target, Tensor) and target.ndim > 1
@@ -200,7 +200,7 @@ def recalibrate(
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     if not norms or most == 0:
         return 0
-    device, used = device_of(model), 0
+    device, used = model_device(model), 0
     momenta = [norm.momentum for norm in norms]
     before = [copy.deepcopy(dict(norm.named_buffers())) for norm in norms]
     with in_mode(model, training=False):
@@ -211,7 +211,7 @@ def recalibrate(
                 norm.training = True
             for inputs, _ in map(split_batch, itertools.islice(batches, most)):
                 with autocast(device, amp):
-                    ModelInputs.of(inputs).to(device).call(model)
+                    ModelInputs.wrap(inputs).to(device).call(model)
                 used += 1
             if used == 0:
                 raise OptionError(
@@ -254,10 +254,10 @@ def first_samples(train_data: Iterable[Batch], count: int = SAMPLES) -> list[tup
 
 def mean_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> float:
     """Return the mean loss over all targets of some batches; NaN if all are ignored."""
-    device, score = device_of(model), Score()
+    device, score = model_device(model), Score()
     for inputs, target in map(split_batch, batches):
         target = on_device(target, device)
-        output = ModelInputs.of(inputs).to(device).call(model)
+        output = ModelInputs.wrap(inputs).to(device).call(model)
         score.add(loss(output, target), output, target, summed=sums(loss))
     return score.means().get("loss", math.nan)
 

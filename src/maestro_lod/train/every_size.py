@@ -39,15 +39,15 @@ from maestro_lod.model.inputs import (
     Batch,
     Example,
     ModelInputs,
-    device_of,
+    model_device,
     on_device,
     require_number,
     split_batch,
 )
-from maestro_lod.model.structure import structure_of
+from maestro_lod.model.structure import read_structure
 from maestro_lod.model.surgery import decompose
 from maestro_lod.sizes.allocation import smallest_cost
-from maestro_lod.sizes.calibrated_allocation import energies_of
+from maestro_lod.sizes.calibrated_allocation import rank_energies
 from maestro_lod.sizes.calibration import calibrate
 from maestro_lod.sizes.latency import all_dense
 from maestro_lod.sizes.measured_allocation import (
@@ -426,7 +426,7 @@ class Elastic:
         """Return the whole model with ranks ordered by data, and what each rank contributes."""
         assert self._plan is not None and self._plan.loss is not None and self.teacher is not None
         names = {name for name, layer in self._layers.items() if layer.rank}
-        shared = any(form.kind == "shared" for form in structure_of(self.model).values())
+        shared = any(form.kind == "shared" for form in read_structure(self.model).values())
         chosen: dict[str, Any] = {
             "only": lambda name, module: name in names,
             "tied": "share" if shared else "keep",
@@ -434,7 +434,7 @@ class Elastic:
         twin = copy.deepcopy(self.teacher).requires_grad_(True)  # which moments of gradients need
         calibration = calibrate(twin, batches, loss=self._plan.loss, **chosen)
         modules = dict(twin.named_modules())  # without parts of layers that hold several weights
-        energies = energies_of({n: modules.get(n, self._layers[n]) for n in names}, calibration)
+        energies = rank_energies({n: modules.get(n, self._layers[n]) for n in names}, calibration)
         full = {name: self._layers[name].rank for name in names}
         twin = decompose(twin, ranks=full, calibration=calibration, **chosen)
         nothing = {n: torch.zeros(0) for n in self._layers.keys() - names}
@@ -463,17 +463,17 @@ class Elastic:
     def _objective(self, batches: Sequence[Batch]) -> Callable[[nn.Module], float]:
         """Return what tells the consolidation loss of a model on some batches."""
         assert self._plan is not None and self._plan.loss is not None
-        loss, device = self._plan.loss, device_of(self.model)
+        loss, device = self._plan.loss, model_device(self.model)
         compare = comparison_for(loss)
         pairs = [on_device(split_batch(batch), device) for batch in batches]
         assert self.teacher is not None
         with alone_with(self.teacher):
-            wanted = [ModelInputs.of(inputs).call(self.teacher) for inputs, _ in pairs]
+            wanted = [ModelInputs.wrap(inputs).call(self.teacher) for inputs, _ in pairs]
 
         def told(model: nn.Module) -> float:
             total = 0.0
             for (inputs, target), teacher in zip(pairs, wanted, strict=True):
-                output = ModelInputs.of(inputs).call(model)
+                output = ModelInputs.wrap(inputs).call(model)
                 value = loss(output, target)
                 if (by_name := self._soft_loss or _by_name(output)) is not None:
                     value = _TASK * value + (1 - _TASK) * by_name(output, teacher)

@@ -32,7 +32,7 @@ from maestro_lod.model.inputs import (
     Loss,
     ModelInputs,
     autocast,
-    device_of,
+    model_device,
     on_device,
     split_batch,
 )
@@ -268,7 +268,7 @@ class _Step:
         progress.step += 1
 
     def _backward(self, inputs: Any, target: Any, weight: float, score: Score) -> None:
-        device, amp, part = device_of(self.model), self.options.amp, 1.0
+        device, amp, part = model_device(self.model), self.options.amp, 1.0
         if self.options.share_batches:
             (inputs, target), part = local_share(inputs, target, summed=sums(self.loss))
         inputs, target = on_device(inputs, device), on_device(target, device)
@@ -278,7 +278,7 @@ class _Step:
 
         def forward(model: nn.Module = self.model) -> Any:
             with autocast(device, amp), shared:
-                return ModelInputs.of(inputs).call(model)
+                return ModelInputs.wrap(inputs).call(model)
 
         def loss(output: Any) -> Tensor:
             nonlocal last

@@ -36,7 +36,7 @@ def _scale(layer: LowRank, rank: int, stored_u: Tensor, stored_v: Tensor) -> Non
     grad_u, grad_v = (each.to(wide, copy=True) for each in layer._matrices(*gradients))
     grad_u[..., :rank] = grad_u[..., :rank] @ _inverse(v[:, :rank] @ v[:, :rank].mT)
     grad_v[:, :rank] = _inverse(u[..., :rank].mT @ u[..., :rank]) @ grad_v[:, :rank]
-    for factor, new in zip((stored_u, stored_v), layer.factors_of(grad_u, grad_v), strict=True):
+    for factor, new in zip((stored_u, stored_v), layer.to_factors(grad_u, grad_v), strict=True):
         assert factor.grad is not None
         fill(factor.grad, new)
 

@@ -80,7 +80,7 @@ def _turn_to_weight(layer: LowRank) -> None:
     weight, eye = left @ right, _eye(layer, left)
     identity = _identity_side(layer)
     new = (eye, weight) if identity == "u" else (weight, eye)
-    for factor, value in zip(stored, layer.factors_of(*new), strict=True):
+    for factor, value in zip(stored, layer.to_factors(*new), strict=True):
         fill(factor, value)
     layer.identity_factor = identity
 
@@ -101,5 +101,5 @@ def _identity_like(identity: Tensor, layer: LowRank) -> Tensor:
     eye, (m, n) = _eye(layer, identity), layer.matrix_shape
     nothing = identity.new_zeros(())
     if layer.identity_factor == "u":
-        return layer.factors_of(eye, nothing.expand(layer.groups, layer.rank, n))[0]
-    return layer.factors_of(nothing.expand(layer.groups, m, layer.rank), eye)[1]
+        return layer.to_factors(eye, nothing.expand(layer.groups, layer.rank, n))[0]
+    return layer.to_factors(nothing.expand(layer.groups, m, layer.rank), eye)[1]

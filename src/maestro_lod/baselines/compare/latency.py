@@ -14,7 +14,7 @@ from maestro_lod.cli.trained import Trained
 from maestro_lod.errors import CheckpointError
 from maestro_lod.files.atomic import replacing
 from maestro_lod.files.json_files import read_json_file
-from maestro_lod.model.inputs import ModelInputs, device_of
+from maestro_lod.model.inputs import ModelInputs, model_device
 from maestro_lod.sizes.timing import ROUNDS, eager, interleaved
 
 Models: TypeAlias = Mapping[str, tuple[Run, Measured]]
@@ -46,7 +46,7 @@ def _call(run: Run, model: Measured) -> Callable[[], object]:
     else:
         whole = Trained.of(run)
         trained, data = whole.model, whole.data
-    call = ModelInputs.of_example(data.example).drawn(device_of(trained))
+    call = ModelInputs.from_example(data.example).drawn(model_device(trained))
     return eager(plain_model(trained, model.ranks), call)
 
 

@@ -270,7 +270,7 @@ def _quality(model: nn.Module, inputs: list[Any]) -> dict[str, float]:
 def _write(model: nn.Module, out: Path, formats: list[str], inputs: list[Any], int8: bool) -> None:
     if "onnx" in formats:
         first = split_batch(inputs[0])[0]
-        call = ModelInputs.of(first)
+        call = ModelInputs.wrap(first)
         export(model, out / "model.onnx", example=call)
         if int8:
             export(model, out / "model.int8.onnx", example=call, quantize="int8")
