@@ -112,7 +112,7 @@ def changed_tensors(change: Callable[[dict[str, Any]], object]) -> None:
 def _() -> None:
     key = "encoder.layer.0.attention.self.query.weight"
     changed_tensors(lambda tensors: tensors.pop(key))
-    done = compress(data=[*COMPRESS[:-1], "--fast"])
+    done = compress(data=[*COMPRESS[:-1], "--no-correction"])
     expect(done.returncode != 0 and key in done.stderr, "exit code 0")
 
 
@@ -123,7 +123,7 @@ def _() -> None:
 )
 def _() -> None:
     changed_tensors(lambda tensors: tensors.update(foreign=torch.ones(2)))
-    done = compress(data=[*COMPRESS[:-1], "--fast"])
+    done = compress(data=[*COMPRESS[:-1], "--no-correction"])
     expect(done.returncode != 0 and "foreign" in done.stderr, "exit code 0")
 
 
@@ -165,16 +165,17 @@ def _() -> None:
 @wrong(
     6,
     "`lod heal` reports losses of different sizes, and has no `--lr`",
-    "cli/test_compressing.py::test_healing_reports_one_size_before_and_after_and_keeps_the_better",
+    "cli/test_compressing.py::"
+    "test_distillation_reports_one_size_before_and_after_and_keeps_the_better",
 )
 def _() -> None:
     language_model()
     assert compress().returncode == 0
-    heal = ["heal", "small", "--teacher", "model", *COMPRESS[:4], "--steps", "3", "--out", "healed"]
-    done = lod(*heal)
+    distill = ["distill", "small", "--teacher", "model", *COMPRESS[:4], "--steps", "3", "--out"]
+    done = lod(*distill, "distilled")
     assert done.returncode == 0, done.stderr
     expect("before" in done.stdout and "after" in done.stdout, "first and last step are compared")
-    done = lod(*heal[:-1], "again", "--lr", "3.0")
+    done = lod(*distill, "again", "--lr", "3.0")
     expect(done.returncode == 0 and "weights from before are kept" in done.stdout, "it is not said")
 
 
@@ -409,7 +410,7 @@ def _() -> None:
     "integrations/test_model_texts.py::test_a_long_text_comes_in_pieces_that_together_are_it",
 )
 def _() -> None:
-    read_texts = of("read_texts", "integrations.model_texts", "pretrained.directory")
+    read_texts = of("integrations.model_texts.read_texts", "pretrained.directory.read_texts")
     Path("long.txt").write_text("a word " * 100_000)
     longest = max(map(len, read_texts(Path("long.txt"))))
     expect(longest < 2**17, f"{longest:,} characters at once")
@@ -469,7 +470,7 @@ def compress_changed(file: str, content: bytes | None = None, **changes: Any) ->
     if content is None:
         content = json.dumps(json.loads(path.read_text()) | changes).encode()
     path.write_bytes(content)
-    one_line("compress", "model", *COMPRESS[:-1], "--fast", "--out", "small")
+    one_line("compress", "model", *COMPRESS[:-1], "--no-correction", "--out", "small")
 
 
 @foreign(18, "odd values in `config.json`", HOSTILE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import time
 import warnings
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from findings_program import foreign, lost, wrong
-from probes import SECOND, expect, of, probe, refuses, works
+from probes import SECOND, called, expect, of, probe, refuses, works
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,11 +27,12 @@ warnings.simplefilter("ignore")
 
 
 def compress(model: nn.Module, data: Any, **options: Any) -> Any:
-    return of("compress", "pretrained.compression")(model, data, **options)
+    return called(of("pretrained.compression.compress"), model, data, **options)
 
 
-def heal(model: nn.Module, data: Any, **options: Any) -> Any:
-    return of("heal", "pretrained.distillation", "pretrained.healing")(model, data, **options)
+def distill(model: nn.Module, **options: Any) -> Any:
+    function = of("pretrained.distillation.distill", "pretrained.healing.heal")
+    return called(function, model, **options)
 
 
 def given() -> tuple[nn.Module, list[Tensor]]:
@@ -56,63 +58,60 @@ def distance(model: nn.Module, teacher: nn.Module, data: list[Tensor]) -> float:
 
 # -- 5 and 6: unfinished work of others, healing ---------------------------------------------------
 
-CONTINUED = (
-    "pretrained/test_compression.py::"
-    "test_unfinished_work_on_another_model_or_other_data_is_not_continued"
-)
+CONTINUED = "pretrained/test_compression.py::test_unfinished_work_of_another_call_is_refused"
 
 
 @wrong(5, "compressing goes on with unfinished work on another model", CONTINUED)
 def _() -> None:
     model, data = given()
-    compress(copy.deepcopy(model), data, max_params=0.5, keep=Path("kept"))
+    compress(copy.deepcopy(model), data, max_params=0.5, resume=Path("kept"))
     model[0].weight.data.add_(0.1)
-    refuses(lambda: compress(model, data, max_params=0.5, keep=Path("kept")))
+    refuses(lambda: compress(model, data, max_params=0.5, resume=Path("kept")))
 
 
 @wrong(5, "compressing goes on with unfinished work on other data", CONTINUED)
 def _() -> None:
     model, data = given()
-    compress(copy.deepcopy(model), data, max_params=0.5, keep=Path("kept"))
+    compress(copy.deepcopy(model), data, max_params=0.5, resume=Path("kept"))
     other = [x + 1 for x in data]
-    refuses(lambda: compress(model, other, max_params=0.5, keep=Path("kept")))
+    refuses(lambda: compress(model, other, max_params=0.5, resume=Path("kept")))
 
 
-def healed_by(**changes: Any) -> None:
+def distilled_by(**changes: Any) -> None:
     teacher, data = given()
     model = copy.deepcopy(teacher)
     compress(model, data, max_params=0.5)
-    common = {"teacher": teacher, "data": data, "steps": 50, "checkpoint": Path("healing")}
-    heal(copy.deepcopy(model), **common)
-    refuses(lambda: heal(model, **common | changes))
+    common = {"teacher": teacher, "data": data, "steps": 50, "resume": Path("kept")}
+    distill(copy.deepcopy(model), **common)
+    refuses(lambda: distill(model, **common | changes))
 
 
-HEALED = "pretrained/test_distillation.py::test_a_killed_healing_ends_as_if_it_had_not_been"
+UNFINISHED = "pretrained/test_distillation.py::test_unfinished_work_of_another_call_is_refused"
 
 
-@wrong(5, "healing goes on with unfinished work by another teacher", HEALED)
+@wrong(5, "healing goes on with unfinished work by another teacher", UNFINISHED)
 def _() -> None:
     other = given()[0]
     other[0].weight.data.add_(0.1)
-    healed_by(teacher=other)
+    distilled_by(teacher=other)
 
 
-@wrong(5, "healing goes on with unfinished work on other batches", HEALED)
+@wrong(5, "healing goes on with unfinished work on other batches", UNFINISHED)
 def _() -> None:
-    healed_by(data=[x + 1 for x in given()[1]])
+    distilled_by(data=[x + 1 for x in given()[1]])
 
 
 @wrong(
     6,
     "healing makes a model worse",
-    "pretrained/test_distillation.py::test_healing_that_makes_it_worse_leaves_the_model_as_it_was",
+    "pretrained/test_distillation.py::test_distillation_that_makes_it_worse_leaves_the_model_as_it_was",
 )
 def _() -> None:
     teacher, data = given()
     model = copy.deepcopy(teacher)
     compress(model, data, max_params=0.5)
     before = distance(model, teacher, data)
-    heal(model, data, teacher=teacher, steps=30, lr=0.3)
+    distill(model, data=data, teacher=teacher, steps=30, lr=0.3)
     after = distance(model, teacher, data)
     expect(after <= before, f"its distance grows {after / before:.0f} times")
 
@@ -127,7 +126,7 @@ def _() -> None:
 
     model, data = given()
     fresh = copy.deepcopy(model)
-    done = compress(model, data, max_params=0.9, sequential=False)
+    done = compress(model, data, max_params=0.9, correct=False)
     save(model, "model.safetensors")
     loaded = load("model.safetensors", into=fresh)
     found = sum(p.numel() for p in loaded.parameters())
@@ -140,7 +139,7 @@ UPDATES = "integrations/test_federated.py::test_values_that_a_model_cannot_hold_
 
 
 def receive(model: nn.Module, state: Any) -> None:
-    of("receive", "integrations.federated", "federated")(model, state)
+    of("integrations.federated.receive", "federated.receive")(model, state)
 
 
 def server() -> nn.Module:
@@ -186,7 +185,7 @@ def _() -> None:
 def _() -> None:
     from maestro_lod import MaestroError
 
-    aggregate = of("aggregate", "integrations.federated", "federated")
+    aggregate = of("integrations.federated.aggregate", "federated.aggregate")
     for weight in (1e308, 5e-324):
         model = server()
         with suppress(MaestroError):  # sums that no number holds may be refused
@@ -197,7 +196,7 @@ def _() -> None:
 
 @wrong(9, "`federated.aggregate` takes negative running variances", UPDATES)
 def _() -> None:
-    aggregate = of("aggregate", "integrations.federated", "federated")
+    aggregate = of("integrations.federated.aggregate", "federated.aggregate")
     refuses(lambda: aggregate(server(), [(sent(**{"1_running_var": -torch.ones(5)}), 1.0)]))
 
 
@@ -211,7 +210,7 @@ def _() -> None:
 )
 def _() -> None:
     homes = ("baselines.compare.table", "app.compare.table")
-    comparison, row = (of(name, *homes) for name in ("Comparison", "Row"))
+    comparison, row = (of(*(f"{home}.{name}" for home in homes)) for name in ("Comparison", "Row"))
 
     def of_share(name: str, share: float) -> Any:
         return row(
@@ -253,8 +252,8 @@ def _() -> None:
     "test_accuracies_that_differ_by_chance_do_not_choose_the_smallest_size",
 )
 def _() -> None:
-    homes = ("model.frontier", "deploy.points")
-    frontier, point = of("Frontier", *homes), of("Point", *homes)
+    frontier = of("model.frontier.Frontier", "deploy.points.Frontier")
+    point = of("model.limits.Size", "deploy.limits.Point")
     points = [
         point({"a": rank}, loss, accuracy, params=params, macs=None, bytes=40)
         for rank, loss, accuracy, params in (
@@ -279,7 +278,7 @@ def _() -> None:
     "test_first_samples_are_the_same_ones_and_leave_the_global_generator_as_it_was",
 )
 def _() -> None:
-    first_samples = of("first_samples", "train.loss_samples", "train.sample")
+    first_samples = of("train.evaluate.first_samples", "train.sample.first_samples")
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first_samples([(torch.randn(4, 3), torch.zeros(4, dtype=torch.int64))])
@@ -402,9 +401,12 @@ def _() -> None:
     "sizes/test_calibration.py::test_a_killed_calibration_goes_on_batch_by_batch",
 )
 def _() -> None:
-    homes = ("sizes.calibration", "pretrained.calibration")
-    calibrate, kept = of("calibrate", *homes), of("Kept", "files.stage_cache", "pretrained.kept")
-    for name in ("_KEPT_EVERY", "_LEAST_WORK"):
+    calibrate = of("sizes.calibration.calibrate", "pretrained.calibration.calibrate")
+    if "resume" in inspect.signature(calibrate).parameters:
+        options = {"resume": Path("kept")}
+    else:
+        options = {"kept": of("pretrained.kept.Kept")(Path("kept"), {})}
+    for name in ("_SAVED_EVERY", "_LEAST_WORK"):
         setattr(sys.modules[calibrate.__module__], name, 0)
     model, data = given()
     calls: list[int] = []
@@ -416,11 +418,11 @@ def _() -> None:
         return output.square().sum()
 
     try:
-        calibrate(model, data, loss=loss, kept=kept(Path("kept"), {}))
+        calibrate(model, data, loss=loss, **options)
     except KeyboardInterrupt:
         calls += [0]
     before = len(calls)
-    calibrate(model, data, loss=loss, kept=kept(Path("kept"), {}))
+    calibrate(model, data, loss=loss, **options)
     again = len(calls) - before
     expect(again <= 2, f"{again} of 8 batches are done again")
 
@@ -530,7 +532,7 @@ def _() -> None:
 @foreign(
     20,
     'a state of another budget: "this LoD a one"',
-    "train/test_budget.py::test_a_state_without_a_budget_is_refused",
+    "train/test_budget.py::test_a_state_of_another_method_is_refused_and_named",
 )
 def _() -> None:
     from maestro_lod import Budget, LoD, MaestroError
@@ -633,12 +635,13 @@ def _() -> None:
 def _() -> None:
     model, data = given()
 
-    def fail(what: str, done: int, of: int) -> None:
-        if what == "decomposing" and done == of:
+    def fail(*told: str | int) -> None:
+        done, total = (each for each in told if isinstance(each, int))
+        if "decomposing" in told and done == total:
             raise KeyboardInterrupt
 
     try:
-        compress(model, data, max_params=0.5, progress=fail)
+        compress(model, data, max_params=0.5, on_progress=fail)
     except KeyboardInterrupt:
         expect(type(model[0]) is nn.Linear, "it is")
 
@@ -753,7 +756,7 @@ def _() -> None:
 @unseen(
     25,
     "`compress(healing=60)` makes tiny models worse",
-    "pretrained/test_compression.py::test_healing_never_makes_what_was_compressed_worse",
+    "pretrained/test_compression.py::test_distillation_never_makes_a_compressed_model_worse",
 )
 def _() -> None:
     worse = 0
@@ -762,8 +765,8 @@ def _() -> None:
         teacher = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 10)).eval()
         data = [torch.randn(64, 24) for _ in range(8)]
         models = [copy.deepcopy(teacher) for _ in range(2)]
-        for model, healing in zip(models, (0, 60), strict=True):
-            compress(model, data, max_params=0.9, healing=healing)
+        for model, steps in zip(models, (0, 60), strict=True):
+            compress(model, data, max_params=0.9, distill_steps=steps)
         plain, healed = (distance(model, teacher, data[-1:]) for model in models)
         worse += healed > plain * 1.001
     expect(worse == 0, f"{worse} of 12")

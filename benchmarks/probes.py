@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 import os
 import signal
 import subprocess
@@ -34,6 +36,17 @@ except ModuleNotFoundError:
 """
 """Imports `lod`, which had other places before."""
 START = f"{PROGRAM}\nsys.exit(main())"
+
+
+EARLIER = {
+    "resume": ("keep", "checkpoint"),
+    "on_progress": ("progress",),
+    "distill_steps": ("healing",),
+    "correct": ("sequential",),
+}
+"""Options of functions, and the names that they had before."""
+EARLIER_WORDS = {"distill": "heal", "--no-correction": "--fast"}
+"""Commands and options of `lod`, likewise."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +105,25 @@ def works(work: Callable[[], object]) -> None:
         raise Fault(f"refused with {type(error).__name__}") from error
 
 
-def of(name: str, *modules: str) -> Any:
-    """Return what a module of the library holds, by the first of its names that there is."""
-    for module in modules:
+def of(*names: str) -> Any:
+    """Return a function or class of the library by the first of its names that there is."""
+    for name in names:
+        module, _, last = name.rpartition(".")
         try:
-            return getattr(importlib.import_module(f"maestro_lod.{module}"), name)
+            return getattr(importlib.import_module(f"maestro_lod.{module}"), last)
         except ModuleNotFoundError:
             continue
-    raise ImportError(f"{name} is in none of {modules}")
+    raise ImportError(f"there is none of {names}")
+
+
+def called(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function of the library; an option that it does not know gets its earlier name."""
+    known = inspect.signature(function).parameters
+    names = {
+        name: next((each for each in (name, *EARLIER.get(name, ())) if each in known), name)
+        for name in options
+    }
+    return function(*arguments, **{names[name]: value for name, value in options.items()})
 
 
 def lod(
@@ -109,6 +133,8 @@ def lod(
 
     That is the case for another working directory, or if something has to be done `before`.
     """
+    if importlib.util.find_spec("maestro_lod.pretrained.distillation") is None:
+        arguments = tuple(EARLIER_WORDS.get(word, word) for word in arguments)
     if where or before:
         return subprocess.run(
             [sys.executable, "-c", f"{before}\n{START}", *arguments],
@@ -167,7 +193,8 @@ def one_line(*arguments: str, seconds: float = 300) -> None:
         done = lod(*arguments, seconds=seconds)
     except subprocess.TimeoutExpired:
         raise Fault(f"no answer within {seconds:.0f} s") from None
-    expect("fault of lod" not in done.stderr, "a traceback, called a fault of lod")
+    bug = any(words in done.stderr for words in ("bug in lod", "fault of lod"))
+    expect(not bug, "a traceback, called a fault of lod")
     expect("Traceback" not in done.stderr, "a traceback")
     expect(done.returncode in (0, 1, 2), f"exit code {done.returncode}")
 

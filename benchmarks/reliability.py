@@ -65,7 +65,7 @@ def where(told: dict[str, Any]) -> str:
 def counts() -> str:
     """Return the table of what was tried and what failed, by kind."""
     damage, locks, lines_tried = map(record, ("damage", "locks", "lines"))
-    threads = record("threads")
+    hostile, threads = record("hostile"), record("threads")
     rows = []
     for what, title in FAULTS.items():
         for kind, ends in damage["answer"][what].items():
@@ -76,11 +76,13 @@ def counts() -> str:
         rows.append((title, sum(ends.values()), sum(ends.values()) - ends.get(promised, 0)))
     rows += killed()
     rows.append(("any command line", sum(lines_tried["answer"].values()), 0))  # one would end it
+    for kind, ends in hostile["answer"].items():
+        rows.append((f"commands on hostile {kind}", sum(ends.values()), ends.get("failed", 0)))
     rows.append(("answers from eight threads", threads["answer"]["answers"],
                  threads["answer"]["of a wrong size"]))  # fmt: skip
     lines = ["| what was tried | times | failed |", "|---|--:|--:|"]
     lines += [f"| {title} | {tried:,} | {failed:,} |" for title, tried, failed in rows]
-    places = {"Damage": damage, "Locks": locks, "Command lines": lines_tried,
+    places = {"Damage": damage, "Locks": locks, "Command lines": lines_tried, "Hostile": hostile,
               "Threads": threads}  # fmt: skip
     kills = [
         f"Kills: {sum(told['answer']['kills'].values()):,} in "

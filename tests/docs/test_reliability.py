@@ -30,13 +30,15 @@ def test_the_tables_are_those_of_the_results(script: dict[str, object]) -> None:
 def test_what_was_counted_is_as_much_as_promised() -> None:
     results = {
         name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["answer"]
-        for name in ("soak", "soak_commands", "damage", "locks", "threads")
+        for name in ("soak", "soak_commands", "damage", "locks", "hostile", "threads")
     }
     for name, least in (("soak", 1000), ("soak_commands", 500)):
         assert sum(results[name]["kills"].values()) >= least
         assert results[name]["failures"] == []
     commands = {"compress", "heal", "deploy", "tune", "compare"}
     assert set(results["soak_commands"]["kills"]) == commands
+    assert sum(sum(ends.values()) for ends in results["hostile"].values()) >= 1000
+    assert not any(ends.get("failed") for ends in results["hostile"].values())
     assert results["threads"] == {"answers": 10_000, "of a wrong size": 0}
     for what, least in (("flipped bits", 10_000), ("damaged files", 2_000)):
         ends = results["damage"][what].values()
