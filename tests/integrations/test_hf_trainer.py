@@ -217,7 +217,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     twice = trainer(tmp_path)
     twice.add_callback(LoDTrainerCallback(twice))
     twice.callback_handler.callbacks.append(LoDTrainerCallback(twice))
-    with pytest.raises(OptionError, match="the trainer has 2 LoDTrainerCallbacks"):
+    with pytest.raises(OptionError, match="the trainer has 2 callbacks LoDTrainerCallback"):
         twice.train()
 
     scaled = trainer(tmp_path)
