@@ -432,6 +432,9 @@ def reviewed() -> Iterator[dict[str, Path]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="titles or parts of them; others stay recorded")
+    parser.add_argument(
+        "--today", action="store_true", help="only today's code; what was before stays recorded"
+    )
     parser.add_argument("--probes", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.probes is not None:
@@ -440,20 +443,22 @@ def main() -> None:
     from interleaved import RESULTS, commit, keep
 
     known = dict[str, Any]()
-    if options.only is not None:
+    if options.only is not None or options.today:
         record = json.loads((RESULTS / "findings.json").read_text())
         known = {row["title"]: row for row in record["answer"]["rows"]}
     asked = [
         title for title in PROBES
         if options.only is None or any(part in title for part in options.only)
     ]  # fmt: skip
-    before = dict[str, str]()
-    with reviewed() as trees:
-        for review, tree in trees.items():
-            of_it = [title for title in asked if PROBES[title].review == review]
-            for title, end in ends_on(tree, of_it):
-                before[title] = end
-                print(f"before: {title}: {end}", flush=True)
+    before = {title: known.pop(title)["before"] for title in asked if title in known}
+    if not options.today:
+        before = {}
+        with reviewed() as trees:
+            for review, tree in trees.items():
+                of_it = [title for title in asked if PROBES[title].review == review]
+                for title, end in ends_on(tree, of_it):
+                    before[title] = end
+                    print(f"before: {title}: {end}", flush=True)
     for title, end in ends_on(ROOT, [*before]):
         known[title] = {"commit": commit(), "before": before[title], "after": end}
         print(f"after: {title}: {end}", flush=True)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -28,13 +29,13 @@ from tests.support import hostile
 SECRET = "a secret that no page may show"
 RUN_COMMANDS = {
     "summary": [], "report": [], "verify": [], "resume": [], "bench": [], "frontier": [],
-    "deploy": ["--out", "phone"],
+    "deploy": ["--out", "made"],
 }  # fmt: skip
 SLOW = ("bench", "frontier", "deploy")
 """Before they work they read what `summary` reads, so these are only given what is refused."""
 MODEL_COMMANDS = {
-    "compress": ["--data", "texts.txt", "--max-params", "0.5", "--no-correction", "--out", "small"],
-    "distill": ["--teacher", "{}", "--data", "texts.txt", "--steps", "1", "--out", "distilled"],
+    "compress": ["--data", "texts.txt", "--max-params", "0.5", "--no-correction", "--out", "made"],
+    "distill": ["--teacher", "{}", "--data", "texts.txt", "--steps", "1", "--out", "made"],
     "verify": [], "summary": [], "report": [],
 }  # fmt: skip
 ANSWERED, REFUSED = "answered", "refused in one line"
@@ -115,6 +116,8 @@ def try_directories(
     wrong: list[str] = []
     for name, change, command in cases_of(changes(outside.file), commands)[::every]:
         directory = hostile.copied(sound, Path("hostile").absolute(), change)
+        for made in Path.cwd().glob("made*"):  # or the next one is refused for what is there
+            shutil.rmtree(made)
         options = [word.format(sound) for word in commands[command]]
         try:
             ends[end_of([command, "hostile", *options], directory, outside)] += 1
@@ -157,6 +160,22 @@ def try_models(folder: Path, every: int = 1) -> tuple[Counter[str], list[str]]:
         return try_directories(sound, outside, hostile.model_directories, MODEL_COMMANDS, every)
 
 
+def try_compressed(folder: Path, every: int = 1) -> tuple[Counter[str], list[str]]:
+    from tests.support.directories import LINES, write_bert
+
+    with place_of(folder) as outside:
+        original, sound = write_bert(folder / "original"), folder / "sound"
+        Path("texts.txt").write_text("\n".join(LINES))
+        code, _, err = run_program(
+            ["compress", str(original), *MODEL_COMMANDS["compress"][:-1], str(sound)]
+        )
+        assert code == 0, err
+        commands = MODEL_COMMANDS | {
+            "distill": [word.format(original) for word in MODEL_COMMANDS["distill"]]
+        }
+        return try_directories(sound, outside, hostile.compressed_directories, commands, every)
+
+
 def updated() -> nn.Module:
     torch.manual_seed(0)
     return lod.decompose(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
@@ -184,7 +203,7 @@ def try_updates(folder: Path, every: int = 1) -> tuple[Counter[str], list[str]]:
 Ends = tuple[Counter[str], list[str]]
 KINDS: dict[str, tuple[Callable[[Path, int], Ends], int]] = {
     "run directories": (try_runs, 17), "model directories": (try_models, 29),
-    "update files": (try_updates, 1),
+    "compressed directories": (try_compressed, 23), "update files": (try_updates, 1),
 }  # fmt: skip
 """How each kind is tried, and which part of the cases, one of so many, is a sample for a test."""
 
@@ -200,6 +219,7 @@ def test_there_are_hundreds_of_cases() -> None:
     outside = Path("outside")
     runs = cases_of(hostile.run_directories(outside), RUN_COMMANDS)
     models = cases_of(hostile.model_directories(outside), MODEL_COMMANDS)
+    models += cases_of(hostile.compressed_directories(outside), MODEL_COMMANDS)
     updates = [*hostile.updates(dict(updated().state_dict()))]
     made = {name for name, _, _ in (*runs, *models)} | {name for name, _ in updates}
     assert len(made) >= 300

@@ -151,6 +151,47 @@ def model_directories(outside: Path) -> Iterator[tuple[str, Change]]:
     yield "model.safetensors is a link", _link("model.safetensors", outside)
 
 
+def compressed_directories(outside: Path) -> Iterator[tuple[str, Change]]:
+    """Give changes of a directory that `lod compress` wrote of a transformers model."""
+    for name, value in VALUES.items():
+        yield f"quantization_config is {name}", _json("config.json", "quantization_config", value)
+        for key in ("layers", "by_rank", "version", "quant_method"):
+            yield f"{key} is {name}", _described(lambda found, k=key, v=value: found.update({k: v}))
+        for key in ("form", "rank", "factors_of", "dense_only"):
+            yield f"{key} of a layer is {name}", _described(_first_layer(key, value))
+    for form in ("dense", "factored", "shared", "bias"):
+        yield f"form of a layer is {form}", _described(_first_layer("form", form))
+    for rank in (0, 1, 10**4, 10**9):
+        yield f"rank of a layer is {rank}", _described(_first_layer("rank", rank))
+    foreign = {"evil": {"form": "dense"}}
+    yield "a foreign layer", _described(lambda found: found["layers"].update(foreign))
+    yield "no layer", _described(lambda found: found["layers"].clear())
+    for key in ("architectures", "hidden_size", "vocab_size", "tie_word_embeddings"):
+        for name, value in VALUES.items():
+            yield f"config.json: {key} is {name}", _json("config.json", key, value)
+    remote = {"AutoConfig": "modeling_evil.C", "AutoModel": "modeling_evil.M"}
+    yield "config.json names code", _json("config.json", "auto_map", remote)
+    for file in ("config.json", "model.safetensors", "lod.safetensors", "generation_config.json"):
+        for name, text in TEXTS.items():
+            yield f"{file}: {name}", _bytes(file, text)
+        yield f"{file} is a link", _link(file, outside)
+
+
+def _described(change: Callable[[dict[str, Any]], object]) -> Change:
+    """Change what config.json says of the low-rank layers."""
+
+    def changed(directory: Path) -> None:
+        content = json.loads((directory / "config.json").read_text())
+        change(content["quantization_config"])
+        (directory / "config.json").write_text(json.dumps(content))
+
+    return changed
+
+
+def _first_layer(key: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda found: next(iter(found["layers"].values())).update({key: value})
+
+
 def updates(good: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
     """Give what somebody could send in place of a federated update."""
     key = next(iter(good))

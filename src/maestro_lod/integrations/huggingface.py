@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from maestro_lod.integrations.model_directory import (
     LOD_WEIGHTS,
     WEIGHTS,
     architecture_of,
+    build,
     has_weights,
     read_config,
     read_generation_config,
@@ -150,7 +150,7 @@ def from_pretrained(
         )
     config = read_config(directory)
     described = described_in(config)
-    kind: Any = architecture_of(config, directory)  # its methods are not annotated
+    kind = architecture_of(config, directory)
     if described is not None:
         del config.quantization_config
         if described.shares_head:
@@ -159,7 +159,7 @@ def from_pretrained(
         raise CheckpointError(
             f"{directory} has no {WEIGHTS}. Give a directory that save_pretrained wrote."
         )
-    model: PreTrainedModel = kind._from_config(config, dtype=dtype or config.dtype).eval()
+    model = build(kind, config, dtype, directory)
     if described is not None:
         _load(model, directory, described, ranks)
     elif (directory / LOD_WEIGHTS).is_file():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
@@ -77,6 +78,19 @@ def architecture_of(config: PreTrainedConfig, directory: Path) -> type[PreTraine
         f"{transformers.__version__} does not have. Build the model yourself and call "
         f"maestro_lod.load({LOD_WEIGHTS!r}, into=model)."
     )
+
+
+def build(
+    kind: Any, config: PreTrainedConfig, dtype: torch.dtype | None, directory: Path
+) -> PreTrainedModel:
+    """Return a model of an architecture with new weights, in eval mode."""
+    try:
+        model: PreTrainedModel = kind._from_config(config, dtype=dtype or config.dtype).eval()
+    except Exception as error:  # of another library, for content of other people
+        raise CheckpointError(
+            f"{directory / CONFIG} describes a model that cannot be built ({first_line(error)})."
+        ) from error
+    return model
 
 
 def has_weights(directory: Path) -> bool:
