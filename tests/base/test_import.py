@@ -40,6 +40,7 @@ def modules_after(statement: str) -> set[str]:
     return {name.partition(".")[0] for name in json.loads(done.stdout)}
 
 
+@pytest.mark.slow
 def test_import_adds_nothing_to_torch_and_safetensors():
     base = modules_after("import torch, safetensors.torch")
     ours = modules_after("from maestro_lod import *")

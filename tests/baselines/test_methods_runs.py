@@ -59,6 +59,7 @@ def test_every_method_is_in_the_table() -> None:
     assert set(ROWS) == set(METHODS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps"), [(name, steps) for name, (_, stops) in ROWS.items() for steps in stops]
 )
@@ -207,6 +208,7 @@ ENOUGH: dict[str, list[str]] = {
 """What a method needs to learn digits within seconds."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ("lod", "dense")])
 def test_every_method_learns(name: str, tmp_path: Path) -> None:
     recipe = load_recipe("digits", [f"method={name}", *LEARNING, *ENOUGH.get(name, [])])

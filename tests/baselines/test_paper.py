@@ -50,6 +50,7 @@ def needs(data: str) -> pytest.MarkDecorator:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

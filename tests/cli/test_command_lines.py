@@ -187,6 +187,7 @@ def tried(times: int, tell: Callable[[str], None] = lambda end: None) -> Counter
     return ends
 
 
+@pytest.mark.slow
 def test_no_command_line_ends_in_a_traceback_or_is_refused_too_late() -> None:
     assert tried(60)["exit code 2"] > 20
 

@@ -133,6 +133,7 @@ WRITING = "maestro_lod.integrations.huggingface.save_pretrained"
 CLEANING = "maestro_lod.cli.unfinished.Unfinished._remove_parts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [WRITING, CLEANING], ids=["writing", "cleaning"])
 @pytest.mark.parametrize("command", ["compress", "distill"])
 def test_a_killed_command_goes_on(llama, own, tmp_path, command, stage, monkeypatch):
@@ -229,6 +230,7 @@ def test_a_failed_export_leaves_no_directory_and_no_lost_work(own, tmp_path, mon
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_recipe_becomes_an_elastic_file_and_onnx(own, tmp_path, capsys):
     out = tmp_path / "out"
     limits = ["--max-params", "0.6", "--to", "onnx", "--int8", "--distill-steps", "2"]

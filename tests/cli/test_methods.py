@@ -46,6 +46,7 @@ print(*sorted(m for m in sys.modules if m.startswith("maestro_lod.baselines.")))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "method", "imported"),
     [

@@ -661,6 +661,7 @@ def full_disk(monkeypatch: Any) -> Callable[[int], None]:
     return fill_after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("good", [0, 1, 6, 17], ids="{} good writes".format)
 def test_full_disk_leaves_the_last_good_checkpoint(
     tmp_path: Path, full_disk: Callable[[int], None], monkeypatch: Any, good: int

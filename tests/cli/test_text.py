@@ -370,6 +370,7 @@ def test_a_missing_split_is_named(small: Path):
         load_data("multi30k", batch=2)
 
 
+@pytest.mark.slow
 def test_the_real_files_give_9723_words():
     if not (REAL / "multi30k").is_dir():
         pytest.skip(f"no multi30k in {REAL}; put it there or set LOD_DATA")

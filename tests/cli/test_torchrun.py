@@ -171,6 +171,7 @@ def trained_together(recipe: str, changes: list[str], directory: Path) -> list[s
     return written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_any_recipe_in_two_processes_is_the_run_of_one(case, recipe, tmp_path, pair):
     name, changes = CASES[case]
@@ -191,6 +192,7 @@ def trained_precisely(recipe: str, changes: list[str], directory: Path) -> list[
     return own_run.DIGESTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_in_float64_processes_are_equal_in_every_step_and_end_as_one(
     optimizer, recipe, tmp_path, pair

@@ -409,6 +409,7 @@ def test_a_dense_run_is_searched_by_svd(tmp_path: Path) -> None:
     assert not low_rank_layers(Run.open(directory).trained()[0])
 
 
+@pytest.mark.slow
 def test_a_sparse_run_is_deployed_with_its_zeros(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,6 +188,7 @@ def after(steps: int) -> Callable[[], bool]:
     return lambda: next(counter) > steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trial", [0, 1])
 def test_a_search_that_is_stopped_goes_on_where_it_was(
     trial: int, searched: tuple[Path, Tuned, str], tmp_path: Path

@@ -146,6 +146,7 @@ def test_a_folder_of_own_code_shadows_nothing(
     assert not (hostile / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["-m maestro_lod", "path", "lod"])
 def test_the_program_does_not_import_from_where_it_is_started(hostile: Path, how: str) -> None:
     started = {

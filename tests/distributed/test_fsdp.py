@@ -229,6 +229,7 @@ def killed_in_a_shrink() -> None:
     train.end_epoch()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_a_shrink_is_told_by_the_others(tmp_path):
     both = Pair(tmp_path)
     with pytest.raises(AssertionError) as caught:

@@ -28,6 +28,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (DATA / "multi30k" / "train.jsonl").exists(),
     reason=f"{DATA}/multi30k/train.jsonl is missing: set LOD_DATA to a directory that has it",

@@ -19,6 +19,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "benchmarks" / "first_hour.py"))
 
 
+@pytest.mark.slow
 def test_a_task_lands_on_a_quarter_from_an_empty_folder(script: dict[str, Any]) -> None:
     run = script["trained"]("forest", [*script["WAYS"]["budget"], "epochs=4"])
     assert 0.2 < run["relative_params"] <= 0.25

@@ -75,6 +75,7 @@ def test_every_test_that_is_named_exists() -> None:
         assert not test or test in tests, f"{file}::{test}"
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_soak() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "8", "--sample", "--seed", "3"],

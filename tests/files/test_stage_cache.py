@@ -154,6 +154,7 @@ def test_functions_and_objects_differ_by_what_they_are() -> None:
     assert compute_digest(around)
 
 
+@pytest.mark.slow
 def test_a_digest_is_the_same_in_every_process() -> None:
     code = (
         "import torch; from torch import nn; from maestro_lod.files.digests import compute_digest; "

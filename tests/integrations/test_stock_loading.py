@@ -299,6 +299,7 @@ def in_a_process_without_us(
     return report
 
 
+@pytest.mark.slow
 def test_without_this_library(tmp_path: Path) -> None:
     cases: dict[str, tuple[str, Path, bool]] = {}
     outputs, sizes = {}, {}
@@ -345,6 +346,7 @@ def test_trusted_code_leaves_the_work_to_the_library_if_it_is_there(tmp_path: Pa
     assert distance(run(model, inputs), run(loaded, inputs)) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["maestro_lod", "transformers"])
 def test_either_may_be_imported_first_and_neither_imports_the_other(
     first: str, tmp_path: Path

@@ -847,6 +847,7 @@ torch.testing.assert_close(plain(x), expected)
 """
 
 
+@pytest.mark.slow
 def test_the_extract_runs_and_unpickles_without_this_library(tmp_path: Path) -> None:
     model = lod.decompose(
         nn.Sequential(small_net(), nn.Unflatten(1, (5, 2)), nn.ConvTranspose1d(5, 6, 3, 2)),

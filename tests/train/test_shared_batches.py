@@ -89,6 +89,7 @@ def fitted(case: str) -> tuple[dict[str, Tensor], dict[str, float]]:
     return state, dict(progress.history[-1].train)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("case", CASES)
 def test_parts_of_batches_give_the_step_of_the_whole_batch(pair, case):
