@@ -164,7 +164,7 @@ def test_text_is_neither_true_nor_false(value: Any) -> None:
 
 def test_a_min_rank_above_all_ranks_is_refused_and_the_largest_is_not() -> None:
     model = low_rank_model()
-    with pytest.raises(OptionError, match=r"min_rank=7 is above.*largest has 6"):
+    with pytest.raises(OptionError, match=r"min_rank=7 is above.*largest rank is 6"):
         LoD(model, sgd(model), min_rank=7)
     LoD(model, sgd(model), min_rank=6)
 
