@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from maestro_lod.errors import OptionError
 from maestro_lod.model.inputs import Loss, ModelInputs, device_of, in_mode, split_batch
 from maestro_lod.sizes.outputs import values_loss
 from maestro_lod.train.evaluate import evaluate
@@ -29,6 +30,11 @@ class Quality:
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], loss: Loss | None = None) -> None:
+        if any(tensor.is_meta for tensor in model.state_dict().values()):
+            raise OptionError(
+                f"{type(model).__name__} has weights without values (on the meta device). Load "
+                "them before."
+            )
         self._model, self._batches, self._loss = model, batches, loss
         self._outputs: list[Any] = []
         self._before = self._measured()

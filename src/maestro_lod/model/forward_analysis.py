@@ -72,7 +72,9 @@ def _run_by(kind: type, name: str) -> Iterator[types.FunctionType]:
         if name in vars(base):
             member = vars(base)[name]
             function = member.fget if isinstance(member, property) else member
-            if not inspect.isfunction(function) or function.__module__.startswith("torch.nn."):
+            if not inspect.isfunction(function) or (function.__module__ or "").startswith(
+                "torch.nn."
+            ):
                 return
             yield function
             written: Any = inspect.unwrap(function)
