@@ -44,6 +44,7 @@ from maestro_lod.integrations.quantizer import (
 from maestro_lod.integrations.remote_code import add_remote_code
 from maestro_lod.integrations.stock_directories import load_stock
 from maestro_lod.layers.ranks import Ranks, low_rank_layers, require_low_rank, resolve
+from maestro_lod.layers.registry import low_rank_type
 from maestro_lod.layers.uses import module_role
 from maestro_lod.model.checkpoint import load, require_ordered
 from maestro_lod.model.replace import copy_on_meta
@@ -188,7 +189,9 @@ def _load(
     """Give the dense model the layers that its config describes, and their tensors, in place."""
     structure = described.structure
     try:
-        rehearsal = restructure(copy_on_meta(model), structure, fill=uninitialized)
+        on_meta = copy_on_meta(model)
+        _require_ranks(on_meta, structure)
+        rehearsal = restructure(on_meta, structure, fill=uninitialized)
         layers = low_rank_layers(rehearsal)
         if ranks is not None and not layers:
             raise OptionError(f"{directory} holds one size, an extracted model: leave ranks out.")
@@ -214,6 +217,17 @@ def _load(
         model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{directory} is of another model. {error}") from None
+
+
+def _require_ranks(model: nn.Module, structure: Structure) -> None:
+    """Raise LayerError for a rank that no layer has: factors of it could take all memory."""
+    for name, module in model.named_modules():
+        form = structure.get(name)
+        if form is None or not form.rank or low_rank_type(type(module)) is None:
+            continue
+        full = uninitialized(name, module, 1).full_rank
+        if form.rank > full:
+            raise LayerError(f"its layer {name!r} has rank {form.rank}, and at most {full} ranks.")
 
 
 def _read(
