@@ -209,7 +209,7 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(OptionError, match="Use proximal=True, or bf16"):
         Run(accelerator=accelerator)
     accelerator.state.distributed_type = DistributedType.FSDP  # as on a GPU; a CPU has DDP instead
-    with pytest.raises(OptionError, match=r"FSDP by Accelerate .* Use DDP"):
+    with pytest.raises(OptionError, match=r"Accelerate's FSDP .* Use DDP"):
         AcceleratedLoD(accelerator, run.model, run.optimizer)
 
 

@@ -232,8 +232,8 @@ def test_values_that_a_model_cannot_hold_change_nothing(of: dict, key: str, bad:
 
 Change = Callable[[dict[str, Tensor]], object]
 SPOILT: dict[str, tuple[Change, type[MaestroError], str]] = {
-    "missing": (lambda s: s.pop("3.bias"), LayerError, "only one has 3.bias"),
-    "foreign": (lambda s: s.update(x=torch.ones(1)), LayerError, "only one has x"),
+    "missing": (lambda s: s.pop("3.bias"), LayerError, "only one of them has 3.bias"),
+    "foreign": (lambda s: s.update(x=torch.ones(1)), LayerError, "only one of them has x"),
     "larger": (lambda s: s.update({"5.u": torch.zeros(3, 4), "5.v": torch.zeros(4, 6)}),
                LayerError, "has 4 ranks of 5, and the model can have 3"),
     "unpaired": (lambda s: s.update({"3.u": torch.zeros(6, 1)}), LayerError, "1 ranks in"),
@@ -242,7 +242,7 @@ SPOILT: dict[str, tuple[Change, type[MaestroError], str]] = {
     "counter": (lambda s: s["1.num_batches_tracked"].fill_(-1), TrainingError, "negative values"),
     "large counter": (lambda s: s["1.num_batches_tracked"].fill_(2**63 - 1), TrainingError,
                       "values that overflow as torch.int64 in 1.num"),
-    "no text": (lambda s: s.update({3: torch.ones(1)}), LayerError, "only one has 3"),  # type: ignore[dict-item]
+    "no text": (lambda s: s.update({3: torch.ones(1)}), LayerError, "only one of them has 3"),  # type: ignore[dict-item]
 }  # fmt: skip
 
 

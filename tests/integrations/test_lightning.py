@@ -253,7 +253,7 @@ def test_wrong_use_is_refused() -> None:
         def state_key(self) -> str:
             return "another"
 
-    with pytest.raises(OptionError, match="the trainer has 2 LoDCallbacks"):
+    with pytest.raises(OptionError, match="the trainer has 2 callbacks LoDCallback"):
         trainer(LoDCallback(), Another()).fit(module(), loader())
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `LoDCallback`"):
         trainer(LoDCallback(), LoDCallback())  # Lightning's own
