@@ -341,7 +341,9 @@ def test_low_rank_and_int8_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # beyond its own bound it is garbage, and what was there before stays
     before = path.read_bytes()
     monkeypatch.setattr(module, "INT8_TOLERANCE", 1e-9)
-    with pytest.raises(CheckpointError, match=r"small.onnx was not written: at batch size 1.*differ"):
+    with pytest.raises(
+        CheckpointError, match=r"small.onnx was not written: at batch size 1.*differ"
+    ):
         export(small, path, example=example, quantize="int8")
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -372,7 +374,10 @@ def broken(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t + 3e-4 * t.abs().max(), r"differ by 3\.\de-04 of the largest, more than 1e-04"),
+        (
+            lambda t: t + 3e-4 * t.abs().max(),
+            r"differ by 3\.\de-04 of the largest, more than 1e-04",
+        ),
         (lambda t: t * float("nan"), "differ by inf"),
         (lambda t: t[:1], r"outputs of shapes \[\(1, 8\)\] instead of \[\(2, 8\)\]"),
     ],
