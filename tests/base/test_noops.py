@@ -184,7 +184,7 @@ def test_rank_zero_for_all_layers_is_refused_and_by_name_it_is_not() -> None:
 def test_layers_that_the_forward_never_reaches_are_not_sampled(strategy: str) -> None:
     train = LoD(model := decompose(Unreached()), sgd(model), sampling=strategy)
     assert "beside" in steps(model, train, 20)
-    with pytest.warns(UserWarning, match="never reached beside"):
+    with pytest.warns(UserWarning, match="never reached these layers in this epoch: beside"):
         train.end_epoch()
     assert {*steps(model, train, 20)} == {"first", "last"}
     train.end_epoch()  # without another warning
@@ -207,7 +207,7 @@ def test_an_epoch_of_one_step_may_draw_a_layer_that_is_not_reached() -> None:
             break
     else:
         pytest.fail("no seed draws the layer that holds most of the ranks")
-    with pytest.warns(UserWarning, match="never reached beside"):
+    with pytest.warns(UserWarning, match="never reached these layers in this epoch: beside"):
         train.end_epoch()
     for _ in range(5):
         steps(model, train, 1)

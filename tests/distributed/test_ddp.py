@@ -337,4 +337,4 @@ def message_of_uneven_steps() -> str:
 
 def test_uneven_steps_without_join_are_refused(pair):
     for message in pair(message_of_uneven_steps):
-        assert "1 to 2 steps" in message and "join" in message
+        assert "different numbers of steps in this epoch: 1 to 2." in message and "join" in message

@@ -206,7 +206,7 @@ def message_of_other_seeds() -> str:
 
 def test_shards_with_other_seeds_are_refused_at_the_first_step(pair):
     for message in pair(message_of_other_seeds):
-        assert "do not agree on the ranks to draw" in message and "process 1" in message
+        assert "do not agree on the ranks to sample" in message and "process 1" in message
 
 
 def about_to_shrink() -> tuple[nn.Module, LoD]:

@@ -240,8 +240,8 @@ def test_the_tokens_of_a_long_line_are_those_of_its_words(llama, tmp_path):
 
 def test_files_that_hold_no_texts_are_refused(llama, tmp_path):
     bad = {
-        "x.csv": ("", "is no text"),
-        "none.txt": ("\n \n", "holds no text"),
+        "x.csv": ("", "is not a text file"),
+        "none.txt": ("\n \n", "none.txt has no text"),
         "bad.jsonl": ('{"text": "a"}\n{"txt": 1}', "line 2"),
         "no.jsonl": ("[1]", "line 1"),
     }

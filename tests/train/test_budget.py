@@ -133,7 +133,7 @@ def test_a_loop_of_ones_own_lands_after_its_first_epoch_or_as_planned(planned: i
         ({"params": 25.0}, r"percentage or a count: write '25%' or 25\.$"),
         ({"params": 25}, r"too small: .*Did you mean params='25%'\?$"),
         ({"params": "many"}, "the budget's params 'many' is not a size"),
-        ({"params": "1"}, "write 100% or 1x"),
+        ({"params": "1"}, "Write 100% or 1x"),
         ({"params": 0.2, "steps": 0}, "at least 1"),
         ({"params": 0.2, "steps": -1}, "-1"),
     ],

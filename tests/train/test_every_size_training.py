@@ -32,13 +32,17 @@ from maestro_lod.train.fit import FitOptions, Watch
 from maestro_lod.train.method import RunPlan
 from maestro_lod.train.progress import Progress
 from tests.support.kinds import KINDS, Kind
-from tests.train.test_elastic import MODELS, Stop, batches
+from tests.train.test_elastic import MODELS, batches
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
 }
+
+
+class Stop(Exception):
+    pass
 
 
 def made(
@@ -498,4 +502,4 @@ def test_recipes_choose_it() -> None:
     example = torch.empty(1, 1, 28, 28)
     dense = cost_of(LeNet(), example)
     train = chosen.make(model, optimizer, example=example, seed=0, dense=dense)
-    assert train.smallest == 0.2 and train.ledger.beside == (dense.params, dense.macs)
+    assert train.smallest == 0.2 and train.ledger.other_dense == (dense.params, dense.macs)

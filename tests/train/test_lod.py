@@ -913,7 +913,9 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
 
 def test_what_is_no_averaged_copy_is_refused_at_once() -> None:
     model = low_rank_model()
-    with pytest.raises(MaestroError, match=r"not an averaged model: Sequential.*AveragedModel"):
+    with pytest.raises(
+        MaestroError, match=r"ema is not an averaged model: Sequential.*AveragedModel"
+    ):
         LoD(model, sgd(model), ema=copy.deepcopy(model))
 
 

@@ -696,7 +696,9 @@ def test_a_sharded_model_is_cut_where_it_lies(process_group):
 
 def test_a_plain_copy_is_no_averaged_model():
     model = linear_model()
-    with pytest.raises(MaestroError, match=r"not an averaged model: Sequential.*AveragedModel"):
+    with pytest.raises(
+        MaestroError, match=r"ema is not an averaged model: Sequential.*AveragedModel"
+    ):
         shrink(model, threshold=1e-9, ema=copy.deepcopy(model))
 
 
