@@ -41,14 +41,14 @@ def trained(method: Any, epochs: int, watch: Any = None, **options: Any) -> list
     torch.manual_seed(1)
     batches = [(torch.randn(32, 6), torch.randint(4, (32,))) for _ in range(4)]
     seen: list[Any] = []
-    turn = method.turn
+    on_epoch_end = method.on_epoch_end
 
     def watched(*, last: bool) -> None:
-        turn(last=last)
+        on_epoch_end(last=last)
         if watch is not None:
             seen.append(watch(method))
 
-    method.turn = watched
+    method.on_epoch_end = watched
     fit(method.model, batches, optimizer=method.optimizer, epochs=epochs, method=method, **options)
     return seen
 

@@ -60,8 +60,8 @@ ABOUT = {
     ("Pufferfish ResNet-50, all layers", "params"): 7.97e6,
     ("XNOR-Net ResNet-18", "params / 32"): 11_173_962 / 32,
     ("XNOR-Net VGG-19", "params / 32"): 20_560_330 / 32,
-    ("Maestro VGG-19, λ = 32e-6, beside Pufferfish", "params"): 2.20 / 8.370634,
-    ("Maestro Transformer, λ = 2.56, beside Pufferfish", "MACs"): 0.248 / 0.7457,
+    ("Maestro VGG-19, λ = 32e-6, relative to Pufferfish", "params"): 2.20 / 8.370634,
+    ("Maestro Transformer, λ = 2.56, relative to Pufferfish", "MACs"): 0.248 / 0.7457,
 }
 
 
