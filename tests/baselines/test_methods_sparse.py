@@ -41,10 +41,10 @@ def trained(method: Any, epochs: int, watch: Any = None, **options: Any) -> list
     torch.manual_seed(1)
     batches = [(torch.randn(32, 6), torch.randint(4, (32,))) for _ in range(4)]
     seen: list[Any] = []
-    turn = method.on_epoch_end
+    on_epoch_end = method.on_epoch_end
 
     def watched(*, last: bool) -> None:
-        turn(last=last)
+        on_epoch_end(last=last)
         if watch is not None:
             seen.append(watch(method))
 

@@ -248,7 +248,7 @@ REFUSED = {
     "penalty=.inf": "penalty=Infinity must be a finite number.",
     "shrink=1": "shrink=1 must be true or false.",
     "description=3": "description=3 must be text.",
-    "method=Lod": "method=\"Lod\" is unknown. Did you mean 'lod'? Known: lod, dense, narrow,",
+    "method=Lod": "method=\"Lod\" is unknown. Did you mean 'lod'? Known: lod, elastic, dense,",
     "sampling=pair": "sampling=\"pair\" is unknown. Did you mean 'pairs'? Known: pairs, several.",
     "optimizer=adamm": "optimizer.name=\"adamm\" is unknown. Did you mean 'adam'? Known: sgd,",
     "optimizer=5": "optimizer=5 must be a name or a mapping of settings.",

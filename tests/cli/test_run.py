@@ -506,7 +506,7 @@ def test_checkpoint_of_other_settings_is_refused(finished: Run, tmp_path: Path) 
         (("lr: 0.05", "lr: 0.5"), "optimizer.lr is "),
         (("penalty: 0.02", "penalty: 0.2"), "penalty is 0.02 in one and 0.2"),
         (("limit: 60", "limit: 50"), "data.limit is 60 in one and 50"),
-        (("sampling: pairs", "sampling: several"), "sampling is "),
+        (("sampling: pairs", "sampling: several"), 'sampling is "pairs" in one and "several"'),
         (("shrink: true", "shrink: false"), "shrink is true in one and false"),
         (("clip_norm: null", "clip_norm: 1.0"), "clip_norm is null in one and 1.0"),
         (("options: {}", "options: {classes: 12}"), "model.options.classes is null"),
