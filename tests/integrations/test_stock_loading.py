@@ -415,6 +415,19 @@ def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(good)
 
 
+def test_what_no_model_can_have_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    huggingface.save_pretrained(compressed("llama"), tmp_path)
+    good = (tmp_path / "config.json").read_text()
+    layer = {"form": "low-rank", "rank": 2**40}
+    damaged(tmp_path, {"layers": {"model.layers.0.mlp.up_proj": layer}})
+    with pytest.raises(CheckpointError, match=r"has rank 1099511627776, and at most \d+ ranks\.$"):
+        lod_load(tmp_path)
+    for change in ({"vocab_size": -7}, {"hidden_act": "none"}):
+        (tmp_path / "config.json").write_text(json.dumps(json.loads(good) | change))
+        with pytest.raises(CheckpointError, match="describes a model that cannot be built"):
+            lod_load(tmp_path)
+
+
 def test_what_is_not_offered_is_refused(tmp_path: Path) -> None:
     from maestro_lod.integrations.model_texts import open_model
     from maestro_lod.integrations.quantizer import LowRankConfig

@@ -273,7 +273,7 @@ def test_layers_run_on_the_shapes_they_get_in_the_model(monkeypatch: pytest.Monk
             return x
 
     monkeypatch.setattr(module, "all_dense", lambda _: nn.Identity())
-    monkeypatch.setattr(LowRank, "plain", lambda layer, form, rank: Recorder(names[layer]))
+    monkeypatch.setattr(LowRank, "to_torch", lambda layer, form, rank: Recorder(names[layer]))
     model = lod.decompose(LeNet())
     names |= {layer: name for name, layer in model.named_modules() if isinstance(layer, LowRank)}
     latency(model, torch.empty(7, 1, 28, 28), rounds=1)

@@ -149,6 +149,9 @@ def model_directories(outside: Path) -> Iterator[tuple[str, Change]]:
     for name, text in TEXTS.items():
         yield f"model.safetensors: {name}", _bytes("model.safetensors", text)
     yield "model.safetensors is a link", _link("model.safetensors", outside)
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json"):
+        for how in ("pipe", "directory", "link to itself"):
+            yield f"{name} is a {how}", _special(name, how)
 
 
 def compressed_directories(outside: Path) -> Iterator[tuple[str, Change]]:
