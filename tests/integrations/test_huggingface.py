@@ -575,7 +575,7 @@ def test_a_refused_save_leaves_the_earlier_one(
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LayerError, match="Sequential is no transformers model"):
+    with pytest.raises(LayerError, match="Sequential is not a transformers model"):
         huggingface.save_pretrained(lod.decompose(nn.Sequential(nn.Linear(8, 8))), tmp_path / "a")
     with pytest.raises(LayerError, match="no low-rank layer"):
         huggingface.save_pretrained(ZOO["llama"](), tmp_path / "a")
@@ -608,7 +608,7 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path: Path) -> None:
     write({"model_type": "no-such-type"})
     refused("config.json cannot be read")
     (tmp_path / "config.json").write_text("{")
-    refused("config.json cannot be read")
+    refused("config.json is damaged")
     write({})
     (tmp_path / "model.safetensors").unlink()
     refused("has no model.safetensors")
