@@ -305,6 +305,33 @@ def test_it_is_exported_as_one_graph_that_fits_any_batch_and_choice_of_experts(
         torch.testing.assert_close(answer, experts(*inputs), **CLOSE)
 
 
+class _Scores(nn.Module):
+    """A causal language model as a function of token ids alone."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return scores
+
+
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+@pytest.mark.filterwarnings("ignore:no calibration sample reached")
+def test_a_whole_model_is_compressed_and_exported_for_any_batch(
+    suffix: str, tmp_path: Path
+) -> None:
+    model = _Scores(model_of("Mixtral"))
+    compress(model, [torch.randint(64, (2, 8)) for _ in range(4)], max_params=0.6)
+    path = tmp_path / f"model.{suffix}"
+    assert lod.export(lod.extract(model), path, example=torch.randint(64, (2, 8))).batch is None
+    for rows in (1, 3):
+        ids = torch.randint(64, (rows, 8))
+        (answer,) = open_runner(path)(ModelInputs((ids,), {}))
+        torch.testing.assert_close(answer, model(ids), **CLOSE)
+
+
 # -- what is left alone ------------------------------------------------------------------------
 
 
