@@ -888,7 +888,7 @@ def test_the_slider_picks_the_best_size_within_the_budget(opened, tmp_path):
 def test_without_a_script_charts_and_numbers_are_there(opened, tmp_path):
     page = opened(write_run(tmp_path / "run", frontier=True), java_script_enabled=False)
     assert page.locator(".plot svg").first.is_visible()
-    assert page.get_by_text("All sizes").is_visible()
+    assert page.get_by_text("All sizes", exact=True).is_visible()
     assert not page.locator("input[type=range]").is_visible()
 
 

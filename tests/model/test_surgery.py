@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
 import subprocess
@@ -127,11 +128,14 @@ def calls(work: Callable[[nn.Module], Any], model: nn.Module) -> int:
         count += event == "call"
 
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # finalizers of other objects would be counted too
     sys.setprofile(seen)
     try:
         work(model)
     finally:
         sys.setprofile(before)
+        gc.enable()
     return count
 
 
