@@ -115,6 +115,7 @@ def test_a_finished_run_is_read_back_deployed_and_reported(
     assert "Parameters" in (run.directory / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_every_method_sees_the_same_batches(name: str) -> None:
     """The same samples in the same order, epoch by epoch, and each once in a step."""

@@ -31,6 +31,7 @@ def ends(found: dict[str, Any]) -> list[float]:
     return [curve[-1] for curve in found["curves"].values()]
 
 
+@pytest.mark.slow
 def test_every_curve_is_complete(result: dict[str, Any]) -> None:
     assert tuple(result) == FIGURES
     for name, ranks in zip(FIGURES, (6, 10, 6, 10), strict=True):

@@ -43,6 +43,7 @@ def test_what_is_left_is_within_the_size_and_runs(build, shape, size: float) -> 
     assert str(again) == str(pruned)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_before_or_after_the_pruning_ends_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

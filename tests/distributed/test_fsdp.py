@@ -25,7 +25,7 @@ from maestro_lod.files import tensor_file as tensors
 from tests.distributed.test_ddp import OPTIMIZERS, batch, share, small_model
 from tests.support.pair import Pair
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 EPOCHS, STEPS = 5, 3
 

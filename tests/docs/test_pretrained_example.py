@@ -10,6 +10,7 @@ import torch
 from examples import pretrained
 
 
+@pytest.mark.slow
 def test_calibrated_is_better_than_the_weights_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_one_graph_while_ranks_are_sampled_and_one_more_per_shrink():
     assert len(drawn) >= 15
 
 
+@pytest.mark.slow
 def test_no_number_of_shrinks_exhausts_the_recompilations():
     model, counter = decompose(nn.Linear(24, 24)), CountGraphs()
     compiled = torch.compile(model, backend=counter, fullgraph=True)

@@ -668,6 +668,7 @@ class Together(nn.Module):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 def test_exported_programs_compute_what_models_do(
     format: str, request: pytest.FixtureRequest, tmp_path: Path

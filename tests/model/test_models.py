@@ -134,6 +134,7 @@ def paper_transformer() -> nn.Module:
         return lod.decompose(Transformer(), skip="embedding")
 
 
+@pytest.mark.slow
 def test_the_full_rank_start_costs_what_the_paper_says(paper_transformer: nn.Module) -> None:
     result = lod.summary(paper_transformer, example_for("transformer", 28))
     assert sum(lod.ranks(paper_transformer).values()) == 49_664

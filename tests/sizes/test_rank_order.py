@@ -35,6 +35,7 @@ def disordered(kind: str) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @given(kind=st.sampled_from(sorted(LAYERS)), seed=st.integers(0, 99), averaged=st.booleans())
 def test_the_weight_stays_and_its_first_ranks_are_the_best(
     kind: str, seed: int, averaged: bool

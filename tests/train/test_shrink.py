@@ -204,6 +204,7 @@ def test_no_layer_falls_below_min_rank(min_rank, expected):
         assert rank == (full[name] if expected is None else min(expected, full[name]))
 
 
+@pytest.mark.slow
 @given(
     build=st.sampled_from(
         [
