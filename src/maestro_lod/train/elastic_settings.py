@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from maestro_lod.errors import OptionError
-from maestro_lod.model.cost import Cost, cost_of
-from maestro_lod.model.inputs import Example
-from maestro_lod.model.surgery import decompose
+from maestro_lod.model.cost import Cost
 from maestro_lod.sizes.measured_allocation import CostKind
 from maestro_lod.train.budget import Budget
 from maestro_lod.train.every_size import Elastic
-from maestro_lod.train.lod_settings import _RANKS_ALONE, Decomposition
-from maestro_lod.train.method import Builder, Settings, setting
-from maestro_lod.train.size_settings import amount, build_narrower, require_share
+from maestro_lod.train.lod_settings import BudgetedSettings, Decomposition
+from maestro_lod.train.method import setting
+from maestro_lod.train.size_settings import amount, require_share
 
 
 @dataclass(frozen=True)
-class ElasticSettings(Settings):
+class ElasticSettings(BudgetedSettings):
     """Settings of training for every size, or for a budget."""
 
     alternatives = ("budget", "smallest")
@@ -34,27 +30,6 @@ class ElasticSettings(Settings):
     )
     size_cost: CostKind = setting("params", "what a size counts", choices=("params", "macs"))
     narrow: bool = setting(True, "begin narrower for a small budget, if there is a width")
-
-    def build(self, builder: Builder, example: Example) -> nn.Module:
-        budget = self.budget
-        if budget is None or not self.narrow or builder.width is None:
-            return super().build(builder, example)
-        share = budget.value
-        if share > 1:  # a count
-            share /= amount(cost_of(builder(), example), budget.kind)
-        if share >= _RANKS_ALONE[budget.kind]:
-            return super().build(builder, example)
-        try:
-            return self.prepare(build_narrower(builder, example, math.sqrt(share), budget.kind))
-        except OptionError as error:
-            raise OptionError(f"{error}{budget.hint}") from error
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        return decompose(model, **vars(self.decompose) | {"skip": self.decompose.skip or None})
-
-    @classmethod
-    def at_size(cls, size: float) -> dict[str, Any]:
-        return {"budget": {"params": size}}
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost

@@ -60,8 +60,38 @@ The width is then reduced to the square root of the share, and the ranks give th
 """
 
 
+class BudgetedSettings(Settings):
+    """Settings of methods that decompose the model, and that can begin narrower for a budget."""
+
+    decompose: Decomposition
+    budget: Budget | None
+    narrow: bool
+
+    def build(self, builder: Builder, example: Example) -> nn.Module:
+        budget = self.budget
+        if budget is None or not self.narrow or builder.width is None:
+            return super().build(builder, example)
+        share = budget.value
+        if share > 1:  # a count
+            share /= amount(cost_of(builder(), example), budget.kind)
+        if share >= _RANKS_ALONE[budget.kind]:
+            return super().build(builder, example)
+        try:
+            return self.prepare(build_narrower(builder, example, math.sqrt(share), budget.kind))
+        except OptionError as error:
+            raise OptionError(f"{error}{budget.hint}") from error
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        chosen = vars(self.decompose) | {"skip": self.decompose.skip or None}
+        return decompose(model, **chosen)
+
+    @classmethod
+    def at_size(cls, size: float) -> dict[str, Any]:
+        return {"budget": {"params": size}}
+
+
 @dataclass(frozen=True)
-class LoDSettings(Settings):
+class LoDSettings(BudgetedSettings):
     """Recipe settings of low-rank training: by λ, to a size, or for all sizes."""
 
     alternatives = ("penalty", "budget", "elastic")
@@ -92,28 +122,6 @@ class LoDSettings(Settings):
                 raise OptionError(
                     "elastic cannot be combined with penalty or budget. Leave them out."
                 )
-
-    def build(self, builder: Builder, example: Example) -> nn.Module:
-        budget = self.budget
-        if budget is None or not self.narrow or builder.width is None:
-            return super().build(builder, example)
-        share = budget.value
-        if share > 1:  # a count
-            share /= amount(cost_of(builder(), example), budget.kind)
-        if share >= _RANKS_ALONE[budget.kind]:
-            return super().build(builder, example)
-        try:
-            return self.prepare(build_narrower(builder, example, math.sqrt(share), budget.kind))
-        except OptionError as error:
-            raise OptionError(f"{error}{budget.hint}") from error
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        chosen = vars(self.decompose) | {"skip": self.decompose.skip or None}
-        return decompose(model, **chosen)
-
-    @classmethod
-    def at_size(cls, size: float) -> dict[str, Any]:
-        return {"budget": {"params": size}}
 
     def make(
         self, model: nn.Module, optimizer: Optimizer, *, example: Any, seed: int, dense: Cost
