@@ -86,6 +86,13 @@ class Cells:
         epochs = round(LONGER * recipe.epochs)
         return row(self.trained(method="dense", epochs=epochs, schedule__epochs=str(later)))
 
+    def narrower(self, kind: str, share: float) -> Point | None:
+        """Return what a narrower model reaches; None where no width reaches the size."""
+        try:
+            return row(self.trained(method="narrow", size=share, size_in=kind))
+        except OptionError:
+            return None
+
     def distilled(self, share: float) -> Point | None:
         """Return what a narrower model reaches under the dense one, in the epochs of both phases.
 
@@ -183,6 +190,9 @@ TASKS = {
     "lstm": Task("paper/lstm.yaml", (0, 1, 2), EACH),
     "resnet": Task("paper/resnet.yaml", (0,), EACH),
     "transformer": Task("paper/transformer.yaml", (0,), EACH),
+    "vit": Task("paper/vit.yaml", (0,), EACH),
+    "lenet-whole": Task("paper/lenet.yaml", (0,), EACH, {"data__limit": 60_000}),
+    "resnet-whole": Task("paper/resnet.yaml", (0,), EACH, {"data__limit": 50_000}),
 }
 
 
@@ -196,9 +206,11 @@ def _line(cells: Cells, name: str) -> dict[str, Point | None]:
         return {"whole": cells.long()}
     if name == "budget":
         return {str(share): cells.budget("params", share) for share in SHARES}
+    if name == "narrower":
+        return {str(share): cells.narrower("params", share) for share in SHARES}
     if name == "distilled":
         return {str(share): cells.distilled(share) for share in SHARES}
-    raise SystemExit(f"no line {name!r}. Lines: elastic elastic-macs dense long budget distilled.")
+    raise SystemExit(f"no line {name!r}. Lines: elastic elastic-macs dense long budget narrower distilled.")
 
 
 def main() -> None:

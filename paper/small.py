@@ -1,4 +1,4 @@
-"""Small models and data of our own: an MLP, and an LSTM that reads digits row by row."""
+"""Small models and data of our own: an MLP, a Vision Transformer, an LSTM that reads digits."""
 
 from __future__ import annotations
 
@@ -18,6 +18,25 @@ class MLP(nn.Sequential):
             nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
             nn.Linear(width, 10),
         )  # fmt: skip
+
+
+class ViT(nn.Module):
+    """A Vision Transformer of four layers, for 28×28 images in patches of 4×4."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, 4, 4)
+        self.position = nn.Parameter(0.02 * torch.randn(49, width))
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.patches(images).flatten(2).transpose(1, 2) + self.position
+        scores: Tensor = self.head(self.norm(self.encoder(hidden)).mean(1))
+        return scores
 
 
 class RowReader(nn.Module):
