@@ -210,7 +210,8 @@ def _line(cells: Cells, name: str) -> dict[str, Point | None]:
         return {str(share): cells.narrower("params", share) for share in SHARES}
     if name == "distilled":
         return {str(share): cells.distilled(share) for share in SHARES}
-    raise SystemExit(f"no line {name!r}. Lines: elastic elastic-macs dense long budget narrower distilled.")
+    lines = "elastic elastic-macs dense long budget narrower distilled"
+    raise SystemExit(f"no line {name!r}. Lines: {lines}.")
 
 
 def main() -> None:
