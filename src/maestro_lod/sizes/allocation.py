@@ -20,27 +20,24 @@ _STEPS = 8192  # the number of steps into which a cost is divided
 class Allocation:
     """The ranks that lose the least within any limit up to `most`, by dynamic programming.
 
-    Layer by layer, the least loss is computed for every cost that can be reached. Losses multiply,
-    so that losing all of one layer counts as losing the whole model.
+    Layer by layer, the least sum of losses is computed for every cost that can be reached.
 
     Args:
-        lost: For each layer the shares that it loses with 0, 1, … ranks.
+        losses: What each layer loses with 0, 1, … ranks.
         choices: The ranks that each layer may have.
         cost_of: The cost of a layer by name and rank.
         most: The largest limit.
         rest: The cost of everything except the low-rank layers.
-        weights: The exponent of the share that a layer keeps, by name; by default 1.
     """
 
     def __init__(
         self,
-        lost: Mapping[str, Tensor],
+        losses: Mapping[str, Tensor],
         choices: Mapping[str, Sequence[int]],
         cost_of: Callable[[str, int], int],
         *,
         most: int,
         rest: int = 0,
-        weights: Mapping[str, float] | None = None,
     ) -> None:
         self._choices, self._cost_of, self._rest = choices, cost_of, rest
         self._grain = max(1, math.ceil((most - rest) / _STEPS))
@@ -49,8 +46,7 @@ class Allocation:
         self._least[0] = 0.0
         self._ways: dict[str, Tensor] = {}
         for name, choice in choices.items():
-            losses = -(1 - lost[name].double().cpu()).clamp(min=1e-12).log()
-            self._add(name, choice, losses * (1.0 if weights is None else weights[name]))
+            self._add(name, choice, losses[name])
 
     def _add(self, name: str, choice: Sequence[int], losses: Tensor) -> None:
         before, places = self._least, len(self._least)
@@ -90,9 +86,13 @@ class Allocation:
 def allocation(
     model: nn.Module, costs: Costs, kind: str, *, most: int, min_rank: int = 1
 ) -> Allocation:
-    """Return the allocation of a model by the energy of its weights; `kind` is a cost."""
+    """Return the allocation of a model by the energy of its weights; `kind` is a cost.
+
+    Shares that layers lose multiply, so that losing all of one layer counts as losing the model.
+    """
+    lost = {name: lost_energy(layer) for name, layer in low_rank_layers(model).items()}
     return Allocation(
-        {name: lost_energy(layer) for name, layer in low_rank_layers(model).items()},
+        {name: -(1 - share).clamp(min=1e-12).log() for name, share in lost.items()},
         rank_choices(model, min_rank),
         lambda name, rank: int(getattr(costs.layer(name, rank), kind)),
         most=most,
