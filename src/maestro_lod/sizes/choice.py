@@ -118,8 +118,8 @@ class Choice:
         by_size = ("max_params", "max_macs", "max_bytes")
         sizes = {key: limit for key, limit in self.limits.items() if key in by_size}
         for name, form in [*forms.items()]:
-            if form == "factored" and measured.choose(name, point.ranks[name]) == "dense":
-                tried: dict[str, PlainForm] = {**forms, name: "dense"}
+            if (faster := measured.choose(name, point.ranks[name])) != form:
+                tried: dict[str, PlainForm] = {**forms, name: faster}
                 if not sizes or self._holds(in_forms(tried), sizes):
                     forms = tried
         return in_forms(forms), forms
