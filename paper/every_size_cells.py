@@ -29,7 +29,7 @@ from maestro_lod.model.surgery import extract
 from maestro_lod.train.consolidation import comparison_for
 from maestro_lod.train.dense import Dense
 from maestro_lod.train.evaluate import evaluate, evaluation_loss
-from maestro_lod.train.every_size import Elastic
+from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.fit import fit
 from maestro_lod.train.schedule import milestones
 from paper.scale import Scale, Setting, row
