@@ -22,7 +22,7 @@ from maestro_lod.cli.recipe import checked, dumped, load_recipe
 from maestro_lod.cli.registry import METHODS, register
 from maestro_lod.cli.run import Run
 from maestro_lod.cli.setup import Setup
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import Cost, count_params
@@ -338,6 +338,42 @@ def test_a_run_of_the_first_version_goes_on(changes: list[str], tmp_path: Path) 
     assert again.recipe == recipe
     again.train()
     assert_same_end(tmp_path / "whole", tmp_path / "old")
+
+
+def test_a_finished_run_for_a_budget_of_an_older_version_opens(tmp_path: Path) -> None:
+    """Such a budget may have been applied after a number of steps."""
+    run = Run.create(load_recipe("digits", ["budget.params=0.4", *SMALL]), tmp_path / "run")
+    run.train()
+    config, result = run.directory / "config.yaml", run.directory / "result.json"
+    settings = yaml.safe_load(config.read_text())
+    settings["budget"]["steps"] = 9
+    config.write_text(yaml.safe_dump(settings))
+    about = json.loads(result.read_text())
+    about["settings"]["budget"]["steps"] = 9
+    result.write_text(json.dumps(about))
+    again = Run.open(run.directory)
+    assert again.recipe == run.recipe
+    model, _ = again.trained()
+    assert lod.ranks(model) == run.epochs()[-1].ranks
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "name"),
+    [
+        (["budget.params=0.4"], {"budget": {"kind": "params"}}, "BudgetTraining"),
+        (["elastic=0.3"], {"sampler": {"strategy": "elastic"}}, "ElasticTraining"),
+    ],
+)
+def test_an_unfinished_run_of_a_method_that_is_gone_says_so(
+    changes: list[str], state: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    run = stopped(load_recipe("digits", [*changes, *SMALL]), tmp_path / "run", steps=3)
+    saved = load_state(run.checkpoint)
+    saved["method"] = state
+    save_state(saved, run.checkpoint)
+    with pytest.raises(CheckpointError, match=f"saved by {name}.*or train again") as error:
+        Run.open(run.directory).train()
+    assert "\n" not in str(error.value)
 
 
 # -- the record ----------------------------------------------------------------------------------

@@ -103,6 +103,25 @@ def test_a_plan_divides_epochs_as_fit_adds_them(epochs: int) -> None:
         assert train.whole_epochs == epochs
 
 
+def test_a_run_may_become_longer_until_consolidation_begins() -> None:
+    data, done = batches((6,)), Progress()
+    model, optimizer, train = made()
+
+    def stop(progress: Progress) -> None:
+        if progress.epoch == 1:
+            raise Stop
+
+    with pytest.raises(Stop):
+        lod.fit(
+            model, data, optimizer=optimizer, method=train, epochs=2, progress=done,
+            watch=Watch(epoch=stop),
+        )  # fmt: skip
+    lod.fit(model, data, optimizer=optimizer, method=train, epochs=5, progress=done)
+    assert (train.whole_epochs, train.epochs, done.epoch) == (5, 7, 7)
+    with pytest.raises(OptionError, match="planned for a run of 7 epochs"):
+        lod.fit(model, data, optimizer=optimizer, method=train, epochs=10, progress=done)
+
+
 def test_a_trained_model_is_consolidated_from_the_first_step() -> None:
     data = batches((6,))
     model, optimizer, train = made(trained=True)
@@ -214,10 +233,9 @@ def test_sizes_are_better_than_they_were(kind: str, name: str) -> None:
 def test_the_teacher_stays_as_it_was_and_has_no_gradients() -> None:
     data = batches((2, 6, 6))
     model, optimizer, train = made("cnn", trained=True)
-    train.start(model, optimizer, RunPlan(3, 4, batches=data, loss=F.cross_entropy))
+    train.start(model, optimizer, RunPlan(2, 4, batches=data, loss=F.cross_entropy))
     assert train.teacher is not None
     before = copy.deepcopy(train.teacher.state_dict())
-    train.epochs = None  # as if never started
     lod.fit(model, data, optimizer=optimizer, method=train, epochs=2)
     for key, value in train.teacher.state_dict().items():
         assert torch.equal(value, before[key]), key
@@ -396,6 +414,13 @@ def test_optimizers_that_evaluate_a_closure_are_refused() -> None:
     model = lod.decompose(MODELS["mlp"][0]())
     with pytest.raises(TrainingError, match="LBFGS"):
         Elastic(model, torch.optim.LBFGS(model.parameters()), smallest=0.2)
+
+    class Sharpness(torch.optim.SGD):
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    with pytest.raises(TrainingError, match="Sharpness evaluates the loss in its steps"):
+        Elastic(model, Sharpness(model.parameters(), lr=0.1), smallest=0.2)
 
 
 class Tied(nn.Module):

@@ -217,7 +217,12 @@ class Elastic:
                 "RunPlan(epochs, steps, batches=loader, loss=loss)."
             )
         self._plan = plan
-        if self.epochs is None:
+        if self.phase == "consolidation" and plan.epochs > max(self.epoch, self.epochs or 0):
+            raise OptionError(
+                f"consolidation was planned for a run of {self.epochs} epochs, and cannot last "
+                f"until epoch {plan.epochs}. Give the epochs that the run began with."
+            )
+        if self.epochs is None or self.phase == "whole":
             self.epochs = plan.epochs
             second = plan.epochs if self.trained else _consolidation_epochs(plan.epochs)
             self.whole_epochs = plan.epochs - second
