@@ -192,7 +192,7 @@ WRONG = {
     "train digits --set optimizer.nesterov=true --set optimizer.momentum=0": "needs a momentum",
     "train digits --set distill=true": "distill needs the full pass as its teacher",
     "train digits --set method=dense --set penalty=0.1": "method=dense does not use penalty",
-    f"{DIGITS} --set budget.params=25": "is too small: rank 1 in every layer",
+    f"{DIGITS} --set budget.params=25": "cannot be reached: with rank 1 in every layer",
     f"{DIGITS} --set budget.macs=25": "Did you mean macs='25%'?",
     "train digits --set budget.params=25.0": "a percentage or a count: write '25%' or 25.",
     "train digits --set budget.params=[1]": "budget.params=[1] must be a number",

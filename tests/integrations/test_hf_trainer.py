@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, SequentialSampler
 
-from maestro_lod import BudgetTraining, at_ranks, decompose, ranks
+from maestro_lod import at_ranks, decompose, ranks
 from maestro_lod.errors import LayerError, OptionError, TrainingError
 from maestro_lod.layers import LowRank
 from tests.support import trainers as task
@@ -173,11 +173,6 @@ def test_ranks_and_cost_reach_whatever_is_reported_to(tmp_path: Path) -> None:
     ]
     assert ours[-1]["lod/rank/net.0"] == ranks(run.model)["net.0"]
     assert ours[-1]["lod/training_relative_params"] > 0
-
-
-def test_a_budget_learns_from_the_trainer_how_long_training_lasts(tmp_path: Path) -> None:
-    run = trained(tmp_path, num_train_epochs=6, method=BudgetTraining, params=0.5)
-    assert run.state.log_history[-2]["lod/relative_params"] <= 0.5
 
 
 def test_the_trainer_is_left_as_it_was_and_an_error_leaves_all_ranks_active(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from maestro_lod import BudgetTraining, ElasticTraining, at_ranks, decompose, ranks
+from maestro_lod import at_ranks, decompose, ranks
 from maestro_lod.errors import LayerError, OptionError, TrainingError
 from maestro_lod.layers import LowRank
 from tests.support import trainers as task
@@ -203,13 +203,6 @@ def test_ranks_and_cost_reach_the_logger(tmp_path: Path) -> None:
     assert float(rows[-1]["lod/rank/net.0"]) == ranks(callback.lod.model)["net.0"]
 
 
-def test_a_budget_learns_from_the_trainer_how_long_training_lasts() -> None:
-    model = module()
-    callback = LoDCallback(method=BudgetTraining, params=0.5)
-    trainer(callback, epochs=6).fit(model, loader())
-    assert callback.lod.record().relative_params <= 0.5
-
-
 def test_a_batch_that_is_skipped_and_steps_that_end_early() -> None:
     class Skipping(Module):
         def training_step(self, batch: Any, index: int) -> Tensor | None:
@@ -288,9 +281,5 @@ def test_options_are_checked_at_once() -> None:
         LoDCallback(penatly=1e-3)
     with pytest.raises(OptionError, match="full_pass needs two passes"):
         LoDCallback(full_pass=True)
-    with pytest.raises(OptionError, match="ElasticTraining needs two passes"):
-        LoDCallback(method=ElasticTraining)
-    with pytest.raises(OptionError, match="BudgetTraining has no option 'penalty'"):
-        LoDCallback(method=BudgetTraining, penalty=1e-3)
     with pytest.raises(TrainingError, match="does not exist before training"):
         _ = LoDCallback().lod

@@ -53,7 +53,6 @@ METHODS: Registry[type[Settings]] = Registry(
     "method",
     {
         "lod": "train.lod_settings:LoDSettings",
-        "elastic": "train.elastic_settings:ElasticSettings",
         "dense": "train.dense:DenseSettings",
         "narrow": "baselines.narrow:NarrowSettings",
         "svd": "baselines.svd:SVDSettings",

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.integrations.driver import Driver, Options, follow_loading
-from maestro_lod.train.budget import BudgetTraining
 from maestro_lod.train.lod import LoD
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class AcceleratedLoD:
-    """Trains a prepared model by LoD or BudgetTraining.
+    """Trains a prepared model by LoD.
 
     Its state is part of what `accelerator.save_state` writes. `end_epoch` logs lod/… (ranks, size,
     cost) to the accelerator's trackers.
@@ -74,7 +73,7 @@ class AcceleratedLoD:
         accelerator.register_for_checkpointing(self)
 
     @property
-    def lod(self) -> LoD | BudgetTraining:
+    def lod(self) -> LoD:
         """The training method."""
         return self._driver.lod
 

@@ -19,11 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from maestro_lod.errors import OptionError, TrainingError, listed, suggest
 from maestro_lod.layers.ranks import match_ranks, require_low_rank
 from maestro_lod.model.inputs import Example
-from maestro_lod.train.budget import BudgetTraining
-from maestro_lod.train.elastic import ElasticTraining
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import RunPlan, Schedule
-from maestro_lod.train.rank_training import RankTraining
 from maestro_lod.train.shrink import unwrapped_optimizer
 
 if TYPE_CHECKING:
@@ -31,12 +28,9 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """The method, `LoD` or `BudgetTraining`, and its options except those that need two passes."""
+    """The options of `LoD`, except those that need two passes."""
 
-    method: type[LoD] | type[BudgetTraining]
-    params: float | str
-    macs: float | str
-    steps: int
+    method: type[LoD]
     penalty: float
     threshold: float | None
     seed: int
@@ -52,12 +46,12 @@ class Driver:
 
     def __init__(self, **options: Unpack[Options]) -> None:
         self._method, self._options = _require_options(options)
-        self._lod: LoD | BudgetTraining | None = None
+        self._lod: LoD | None = None
         self._saved: Mapping[str, Any] | None = None
         self._epoch_open = False
 
     @property
-    def lod(self) -> LoD | BudgetTraining:
+    def lod(self) -> LoD:
         """The method of the training that has started."""
         if self._lod is None:
             raise TrainingError("the method does not exist before training has started.")
@@ -119,7 +113,7 @@ class Driver:
             self._epoch_open = bool(state["epoch_open"])
 
 
-def epoch_metrics(lod: RankTraining) -> dict[str, float]:
+def epoch_metrics(lod: LoD) -> dict[str, float]:
     """Return the metrics of a finished epoch for a logger: size, cost, λ, and all ranks."""
     record = lod.record()
     numbers: dict[str, float | None] = {
@@ -168,17 +162,12 @@ def require_single(callbacks: list[Any], kind: type) -> None:
 
 def _require_options(
     options: Options,
-) -> tuple[type[LoD] | type[BudgetTraining], dict[str, Any]]:
+) -> tuple[type[LoD], dict[str, Any]]:
     """Return the method and its options; raise OptionError if a trainer cannot keep them."""
     method_options: dict[str, Any] = dict(options)
     method = method_options.pop("method", LoD)
-    if method is ElasticTraining:
-        raise OptionError(
-            "ElasticTraining needs two passes per step, which a trainer does not do. Use fit, or "
-            "your own loop with ElasticTraining.backward."
-        )
-    if method not in (LoD, BudgetTraining):
-        raise OptionError(f"method={method!r} is not a method. Choose LoD or BudgetTraining.")
+    if method is not LoD:
+        raise OptionError(f"method={method!r} is not possible in a trainer. Leave it LoD.")
     available = [o for o in Options.__annotations__ if o in inspect.signature(method).parameters]
     for option in method_options:
         if option in available:

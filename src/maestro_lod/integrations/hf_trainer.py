@@ -29,7 +29,6 @@ from maestro_lod.integrations.driver import (
     require_single,
 )
 from maestro_lod.layers.ranks import require_low_rank
-from maestro_lod.train.budget import BudgetTraining
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import RunPlan
 
@@ -40,7 +39,7 @@ _KEY = "maestro_lod"  # of this callback's state in trainer_state.json
 
 
 class LoDTrainerCallback(TrainerCallback):
-    """Trains the decomposed model of a Trainer by LoD or BudgetTraining.
+    """Trains the decomposed model of a Trainer by LoD.
 
     Its state is part of the trainer's checkpoints. The metrics lod/… (ranks, size, cost) of each
     epoch are reported by `trainer.log`.
@@ -68,7 +67,7 @@ class LoDTrainerCallback(TrainerCallback):
         follow_loading(self._trainer.model)
 
     @property
-    def lod(self) -> LoD | BudgetTraining:
+    def lod(self) -> LoD:
         """The method of the training that has started."""
         return self._driver.lod
 

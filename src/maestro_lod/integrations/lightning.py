@@ -28,7 +28,6 @@ from maestro_lod.integrations.driver import (
     require_single,
 )
 from maestro_lod.layers.ranks import require_low_rank
-from maestro_lod.train.budget import BudgetTraining
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import RunPlan
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class LoDCallback(Callback):
-    """Trains a decomposed LightningModule by LoD or BudgetTraining.
+    """Trains a decomposed LightningModule by LoD.
 
     Its state is part of the trainer's checkpoints. The metrics lod/… (ranks, size, cost) are logged
     and can be monitored.
@@ -56,7 +55,7 @@ class LoDCallback(Callback):
         self._numbers: dict[str, float] | None = None
 
     @property
-    def lod(self) -> LoD | BudgetTraining:
+    def lod(self) -> LoD:
         """The method of the training that has started."""
         return self._driver.lod
 

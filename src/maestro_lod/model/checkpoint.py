@@ -99,8 +99,8 @@ def require_ordered(model: nn.Module) -> dict[str, LowRank]:
         raise CheckpointError(
             f"{listed(unordered)} are still trained as dense weights: their ranks have no order "
             "yet, which a file of every size needs. Continue the training until the ranks are "
-            "ordered, or call apply_budget() of the training now. To resume later, save "
-            "model.state_dict() and the state_dict() of the training."
+            "ordered. To resume later, save model.state_dict() and the state_dict() of the "
+            "training."
         )
     return layers
 

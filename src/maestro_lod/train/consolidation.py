@@ -135,6 +135,8 @@ class Pace:
         first = gradients[0].device
         lengths = [torch.linalg.vector_norm(g.to(_at_least_single(g))) for g in gradients]
         norm = torch.linalg.vector_norm(torch.stack([each.float().to(first) for each in lengths]))
+        if (scaled := getattr(self._optimizer, "grad_scale", None)) is not None:
+            norm = norm / scaled.to(norm.device)  # fused optimizers divide by it in their step
         mean = norm if self.norm is None else self.norm.to(norm.device)
         if self.step < self._warm_up:
             mean = torch.where(norm.isfinite(), mean + (norm - mean) / (self.step + 1), mean)

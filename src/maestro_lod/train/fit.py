@@ -126,8 +126,7 @@ def fit(
         optimizer: One optimizer for the whole model.
         epochs: The number of epochs, including those before the run was resumed. A method may add
             epochs: `Elastic` adds two for every five.
-        method: The training method, such as `LoD`, `Elastic` or `BudgetTraining`; by default
-            dense training.
+        method: The training method, such as `LoD` or `Elastic`; by default dense training.
         loss: Returns the loss of (output, target). By default cross-entropy, or the `loss` of an
             output that has one, as in transformers. For methods that distil, the loss needs a
             method `soft(output, teacher, target)` unless outputs are scores (N, classes).
