@@ -565,8 +565,11 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
 # -- several processes -----------------------------------------------------------------------------
 
 
-def _trained() -> list[Tensor]:
-    model, optimizer, train = made("cnn", dtype=torch.float64)
+ONE = {"smallest": None, "sizes": [0.7]}
+
+
+def _trained(options: dict[str, Any]) -> list[Tensor]:
+    model, optimizer, train = made("cnn", dtype=torch.float64, **options)
     data = [(x.double(), y) for x, y in batches((2, 6, 6))]
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -580,9 +583,10 @@ def _trained() -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_two_processes_train_what_one_does(pair: Any) -> None:
-    alone = _trained()
-    for process in pair(_trained):
+@pytest.mark.parametrize("options", [{}, ONE], ids=["all", "one"])
+def test_two_processes_train_what_one_does(options: dict[str, Any], pair: Any) -> None:
+    alone = _trained(options)
+    for process in pair(_trained, options):
         for one, other in zip(alone, process, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 

@@ -209,7 +209,9 @@ def _end_epoch(
     """End the epoch of the method, evaluate the model, and append the record of the epoch."""
     model, amp = done.model, done.options.amp
     require_finite_parameters(model)
-    done.method.end_epoch(last=last)
+    began = time.perf_counter()
+    done.method.end_epoch(last=last)  # which may search ranks for long
+    progress.seconds += time.perf_counter() - began
     follow(model)
     record = done.method.record()
     if record.note is not None:
