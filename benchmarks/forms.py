@@ -31,7 +31,6 @@ import maestro_lod as lod
 from maestro_lod.cli.data import digits
 from maestro_lod.cli.data.batches import Request
 from maestro_lod.cli.models.lenet import LeNet
-from maestro_lod.layers.experts import Experts
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import Costs, better_forms, count_params
 from maestro_lod.sizes.calibrated_allocation import rank_energies, ranks_within
@@ -43,7 +42,7 @@ SHARES = (0.9, 0.8, 0.7, 0.5, 0.3)
 PAGE = Path(__file__).parent.parent / "docs" / "measured.md"
 START, END = "<!-- benchmarks/forms.py -->\n", "<!-- end of forms -->"
 SAMPLES = {
-    "speaker encoder": (4, 0), "ResNet-20": (4, 1000), "language model": (8, 16),
+    "speaker encoder": (8, 0), "ResNet-20": (8, 2000), "language model": (8, 16),
     "sentence encoder": (8, 200),
 }  # fmt: skip
 """Of each pretrained model: batches to calibrate on, and samples to judge by (0: all)."""
@@ -90,11 +89,13 @@ def trained(build: Callable[[], nn.Module]) -> Subject:
     count = sum(len(y) for _, y in test)
 
     @torch.inference_mode()
-    def accuracy(judged: nn.Module) -> float:
-        return 100 * float(sum((judged(x).argmax(1) == y).sum() for x, y in test)) / count
+    def loss(judged: nn.Module) -> float:
+        total = sum(F.cross_entropy(judged(x), y, reduction="sum") for x, y in test)
+        return float(total) / count
 
     batches = [(x, None) for x, _ in train[:16]]
-    return Subject(model.eval(), f"% correct of digits ({count})", accuracy, batches, own_scores)
+    quality = f"cross-entropy of digits ({count})"
+    return Subject(model.eval(), quality, loss, batches, own_scores)
 
 
 def compare(subject: Subject, answer: dict[str, Any], keep: Callable[[], None]) -> None:
@@ -125,28 +126,6 @@ def compare(subject: Subject, answer: dict[str, Any], keep: Callable[[], None]) 
 # -- times -------------------------------------------------------------------------------------
 
 
-class Routed(nn.Module):
-    """Experts as transformers stores them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(8, 256, 128))
-        self.down_proj = nn.Parameter(torch.randn(8, 128, 128))
-        self.num_experts, self.act_fn = 8, F.silu
-
-    def _apply_gate(self, inner: Tensor) -> Tensor:
-        gate, up = inner.chunk(2, -1)
-        return self.act_fn(gate) * up
-
-
-lod.register(Routed)(type("RoutedExperts", (Experts,), {}))
-
-
-def _routing(tokens: int) -> tuple[Tensor, ...]:
-    order = torch.arange(2 * tokens).reshape(tokens, 2) % 8
-    return torch.randn(tokens, 128), order, torch.full((tokens, 2), 0.5)
-
-
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "Linear 384×384, 64 rows": (lambda: nn.Linear(384, 384), (torch.randn(64, 384),)),
     "Linear 1536×384, 256 rows": (lambda: nn.Linear(384, 1536), (torch.randn(256, 384),)),
@@ -161,13 +140,16 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "MultiheadAttention 256, 32 positions": (
         lambda: nn.MultiheadAttention(256, 4, batch_first=True), (torch.randn(2, 32, 256),) * 3,
     ),
+    "MultiheadAttention 384, 256 positions": (
+        lambda: nn.MultiheadAttention(384, 6, batch_first=True),
+        (torch.randn(1, 256, 384),) * 3,
+    ),
     "LSTM 128 → 256, 20 steps": (
         lambda: nn.LSTM(128, 256, batch_first=True), (torch.randn(2, 20, 128),),
     ),
     "Embedding 1000×256, 128 ids": (
         lambda: nn.Embedding(1000, 256), (torch.arange(128),),
     ),
-    "experts 8 × (256×128), 64 rows": (Routed, _routing(64)),
 }  # fmt: skip
 
 

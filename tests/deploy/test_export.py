@@ -657,6 +657,13 @@ def rewritten(path: Path, **changes: str) -> None:
         ),
         (
             lambda path: rewritten(
+                path,
+                config='{"layers": {}, "factored": {}, "pivoted": {"5": 0}, "aliases": {}}',
+            ),
+            "damaged .*not a whole number above zero",
+        ),
+        (
+            lambda path: rewritten(
                 path, config='{"layers": {}, "factored": {}, "aliases": {"a": "b"}}'
             ),
             "header of .* is damaged",

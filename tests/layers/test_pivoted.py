@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +167,34 @@ def test_a_gather_works_without_a_batch_and_under_autocast() -> None:
     half = copy.deepcopy(conv).bfloat16()
     assert half(x.bfloat16()).dtype == torch.bfloat16
     assert half[0].order.dtype == torch.int32
+
+
+class Several(nn.Module):
+    """Layers of all kinds whose pivoted forms run differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 12)
+        self.conv = nn.Conv1d(12, 16, 3, padding=1, groups=2)
+        self.transposed = nn.ConvTranspose1d(16, 8, 3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.lstm = nn.LSTM(8, 10, batch_first=True)
+        self.linear = nn.Linear(10, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.conv(self.embedding(ids).mT)
+        x = self.transposed(torch.relu(x)).mT
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.linear(self.lstm(x)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["m.pt2", "m.onnx", "m.safetensors"])
+def test_all_kinds_are_exported(file: str, tmp_path: Path) -> None:
+    model = lod.decompose(Several(), ranks=0.6).eval()
+    layers = low_rank_layers(model)
+    forms = {n: "pivoted" for n, m in layers.items() if "pivoted" in m.forms(m.rank)}
+    assert forms.keys() == layers.keys()
+    plain, ids = lod.extract(model, by=forms), torch.randint(30, (2, 6))
+    torch.testing.assert_close(plain(ids), model(ids), rtol=1e-4, atol=1e-5)
+    assert lod.export(plain, tmp_path / file, example=ids).difference <= 1e-5

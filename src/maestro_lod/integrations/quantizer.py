@@ -231,7 +231,7 @@ class LowRankQuantizer(HfQuantizer):
         except LayerError as error:
             raise CheckpointError(f"config.json is of another model: {error}") from None
         for name, module in model.named_modules():
-            if name in structure and isinstance(module, nn.Sequential | PivotedForm):
+            if name in structure and name in dense and _is_several(module):
                 _add_placeholders(module, dense[name])
         for name in names:
             if self.quantization_config.layers[name].get("dense_only"):
@@ -281,7 +281,7 @@ class LowRankQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model._weight_conversions = []  # the model's own names are those of the file
         for module in model.modules():
-            if isinstance(module, nn.Sequential | PivotedForm):
+            if _is_several(module):
                 _remove_placeholders(module)
         vars(model.config).pop("auto_map", None)  # it names a file that would not be saved again
         for layer in low_rank_layers(model).values():
@@ -314,6 +314,11 @@ class LowRankQuantizer(HfQuantizer):
         fuse(model, by=dict.fromkeys(layers, "dense"))
         model._weight_conversions = None
         return model
+
+
+def _is_several(module: nn.Module) -> bool:
+    """Return whether a module may be several plain layers in the place of one."""
+    return isinstance(module, nn.Sequential | PivotedForm)
 
 
 def _add_placeholders(layers: nn.Module, dense: nn.Module) -> None:

@@ -22,6 +22,7 @@ class LowRankStack(LowRank):
 
     With one rank for all, the factors of all experts are two tensors, which train, shrink and are
     stored as those of any other layer.
+    They have no pivoted form: its gather, of other rows for each expert, takes too long.
     """
 
     kind = "Experts"

@@ -158,7 +158,7 @@ def load(
     Args:
         path: A file that `save` or `export` wrote.
         into: The model that was saved, decomposed or still dense: its layers become low-rank,
-            dense or two plain ones as in the file.
+            dense, factored or pivoted as in the file.
         ranks: Ranks as for `decompose`, of a file with every size; layers that are not named get
             all.
         verify: Whether to compare what is read with its digests.

@@ -31,7 +31,8 @@ from maestro_lod.sizes.replay import alone_with
 CostKind = Literal["params", "macs"]
 
 _SHARES = (0.04, 0.1, 0.22, 0.45, 0.8)
-"""Ranks at which a layer is measured, relative to the largest one that saves parameters."""
+"""Ranks at which a layer is measured, relative to the largest at which its factors save parameters.
+"""
 _MOST_RANKS = 256  # of a layer that an allocation chooses from
 _LEAST, _MOST = 1e-9, 1e6  # of a loss: below is rounding, above is a model that is broken
 
