@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -285,37 +286,56 @@ class Elastic:
             weight: Scales the gradients: 1/k where those of k batches are accumulated.
             soft_loss: How far an output is from the teacher's; it overrides the method's own.
         """
+        with self.step():
+            wanted = None
+            if self.phase == "consolidation":
+                with torch.no_grad():
+                    wanted = forward(self.teacher)
+            output = forward()
+            value = require_loss(loss(output))
+            compare = self._soft_loss or soft_loss or _by_name(output)
+            if self.phase == "consolidation" and compare is not None:
+                value = self.mixed_loss(value, compare(output, wanted))
+            del output, wanted  # freed before the backward if the loss permits
+            value = require_finite_loss(value)
+            (value * weight).backward()  # type: ignore[no-untyped-call]
+        return value.detach() * weight
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Activate the ranks of a step inside the `with` block: one forward and one backward.
+
+        `backward` does this itself. In a loop that does the passes, the loss in consolidation is
+        `mixed_loss`, with the output of `teacher` for the same inputs.
+
+        >>> with train.step():
+        >>>     F.cross_entropy(model(x), y).backward()
+
+        Raises:
+            TrainingError: `start` was not called, or the processes do not agree.
+        """
         with peer_failure_context():
             if self._plan is None:
                 raise TrainingError("no plan is known yet. Call start(…) before the first step.")
             self._agreement.before_step(self)
             self._passes += 1
-            if self.phase == "whole":
-                value = require_finite_loss(require_loss(loss(forward())))
-                (value * weight).backward()  # type: ignore[no-untyped-call]
-                return value.detach() * weight
-            return self._consolidate(forward, loss, weight, soft_loss)
+            drawn = {} if self.phase == "whole" else self.rungs.draw()
+            with activated({self._layers[name]: rank for name, rank in drawn.items()}):
+                yield
 
-    def _consolidate(
-        self,
-        forward: Callable[..., Any],
-        loss: Callable[[Any], Tensor],
-        weight: float,
-        soft_loss: SoftLoss | None,
-    ) -> Tensor:
-        assert self.teacher is not None
-        with torch.no_grad():
-            wanted = forward(self.teacher)
-        drawn = self.rungs.draw()
-        with activated({self._layers[name]: rank for name, rank in drawn.items()}):
-            output = forward()
-            value = require_loss(loss(output))
-            compare = self._soft_loss or soft_loss or _by_name(output)
-            if compare is not None:
-                value = _TASK * value + (1 - _TASK) * compare(output, wanted)
-            value = require_finite_loss(value)
-            (value * weight).backward()  # type: ignore[no-untyped-call]
-        return value.detach() * weight
+    def mixed_loss(self, loss: Tensor, soft_loss: Tensor) -> Tensor:
+        """Return the loss of consolidation, of a target and of the distance to the teacher.
+
+        Args:
+            loss: The loss of the output with its target.
+            soft_loss: How far the output is from the teacher's, on the same scale.
+        """
+        return _TASK * loss + (1 - _TASK) * soft_loss
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps so far."""
+        return self._pace.all_steps
 
     # -- one epoch -----------------------------------------------------------------------------
 
