@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from maestro_lod.train.every_size import Elastic
     from maestro_lod.train.fit import FitOptions, fit
     from maestro_lod.train.lod import LoD
-    from maestro_lod.train.method import Method, Settings
+    from maestro_lod.train.method import Method, RunPlan, Settings
     from maestro_lod.train.penalty import group_lasso, importance, prox_group_lasso_
     from maestro_lod.train.sampling import RankSampler
     from maestro_lod.train.shrink import shrink
@@ -69,6 +69,7 @@ __all__ = [
     "MaestroError",
     "Method",
     "RankSampler",
+    "RunPlan",
     "Settings",
     "across_ranks",
     "at_ranks",
@@ -147,7 +148,7 @@ _HOMES = {
     "train.evaluate": ("evaluate", "recalibrate"),
     "train.fit": ("FitOptions", "fit"),
     "train.lod": ("LoD",),
-    "train.method": ("Method", "Settings"),
+    "train.method": ("Method", "RunPlan", "Settings"),
     "train.penalty": ("group_lasso", "importance", "prox_group_lasso_"),
     "train.sampling": ("RankSampler",),
     "train.shrink": ("shrink",),
