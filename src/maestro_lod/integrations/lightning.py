@@ -78,6 +78,12 @@ class LoDCallback(Callback):
                     f"{type(trainer.strategy).__name__} flattens parameters, which cannot be "
                     "shrunk. Use strategy='ddp', or fully_shard in a ModelParallelStrategy."
                 )
+            if isinstance(trainer.strategy, ModelParallelStrategy) and self._driver.needs_batches:
+                raise OptionError(
+                    "Elastic runs training_step on copies of the module, which a "
+                    "ModelParallelStrategy does not allow. Use strategy='ddp', or Elastic in a "
+                    "loop of your own with fully_shard."
+                )
             if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.ckpt_path:
                 raise OptionError(
                     "a ModelParallelStrategy cannot load shards with the shapes after a shrink. "

@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from maestro_lod.distributed.agreement import Agreement
 from maestro_lod.distributed.collectives import broadcast_object, peer_failure_context
 from maestro_lod.distributed.ddp import find_wrappers, renew
-from maestro_lod.distributed.fsdp import shard_group
+from maestro_lod.distributed.fsdp import adopt_shards, reshard, shard_group
+from maestro_lod.distributed.shards import fill, is_sharded
 from maestro_lod.errors import (
     LayerError,
     MaestroError,
@@ -45,6 +46,7 @@ from maestro_lod.model.inputs import (
     require_number,
     split_batch,
 )
+from maestro_lod.model.replace import copy_whole
 from maestro_lod.model.structure import read_structure
 from maestro_lod.model.surgery import decompose
 from maestro_lod.sizes.allocation import smallest_cost
@@ -134,11 +136,7 @@ class Elastic:
         self.model = unwrapped(model)
         self.optimizer = unwrapped_optimizer(optimizer)
         require_all_active(self.model, "training")
-        if shard_group(self.model) is not None:
-            raise OptionError(
-                "Elastic needs whole parameters, and this model is sharded. Use "
-                "DistributedDataParallel, or one process."
-            )
+        adopt_shards(self.model)
         require_optimizer(self.model, self.optimizer)
         require_trainable(self.model)
         self._layers: dict[str, LowRank] = require_ranks_to_train(self.model, 1, "Elastic")
@@ -242,7 +240,7 @@ class Elastic:
             return
         try:
             inputs, _ = split_batch(_first(plan.batches, 1)[0])
-            self.ledger.measure(self.model, inputs)
+            self.ledger.measure(self._whole_model(), inputs)
         except LayerError as error:
             if self.cost == "macs":
                 raise
@@ -406,15 +404,15 @@ class Elastic:
         twin, energies = self._decomposed(batches)
         self._unfactored.hold(())
         self._take_over(twin, factors_only=True)
-        objective = self._objective(batches[:_MEASURED])
-        self._losses = self._agreed(measure_losses(self.model, objective, energies))
+        objective, measured = self._objective(batches[:_MEASURED]), self._whole_model()
+        self._losses = self._agreed(measure_losses(measured, objective, energies))
         limits = self.rungs.limits = self._limits()
         costs, whole = self.ledger.costs(self.model), ranks(self.model)
         found = nested_ranks(self.model, costs, self._losses, limits, self.cost)
         if self.smallest is not None:
             found[limits[0]] = whole
         self.rungs.ranks = self._agreed([found[limit] for limit in limits])
-        self._began = self._agreed(self._losses_of_sizes(objective))
+        self._began = self._agreed(self._losses_of_sizes(objective, measured))
         evaluated = count_measurements(self.model) + len(limits)
         self._searched = 3.0 * len(batches) + evaluated * len(batches[:_MEASURED])
         if self.smallest is None:
@@ -428,10 +426,16 @@ class Elastic:
         self._pace.begin(max(1, self.epochs - self.epoch) * steps)
         self.phase = "consolidation"
 
+    def _whole_model(self) -> nn.Module:
+        """Return the model or, if it is sharded, a copy with whole parameters."""
+        return self.model if shard_group(self.model) is None else copy_whole(self.model)
+
     def _frozen_copy(self) -> nn.Module:
         """Return the whole model, dense and frozen; parameters that are not trained are shared."""
-        teacher = all_dense(self.model).eval()
+        teacher = all_dense(self._whole_model()).eval()
         for name, parameter in self.model.named_parameters():
+            if is_sharded(parameter):
+                continue
             if not parameter.requires_grad and name.rpartition(".")[0] not in self._layers:
                 module, _, key = name.rpartition(".")
                 try:
@@ -463,6 +467,7 @@ class Elastic:
     @torch.no_grad()
     def _take_over(self, twin: nn.Module, *, factors_only: bool) -> None:
         """Copy what is trained from a model of the same structure, of which this may be a part."""
+        reshard(self.model)
         theirs = dict(twin.named_parameters()) | dict(twin.named_buffers())
         factors = {
             f"{name}.{factor}": dim for name in self._layers for factor, dim in (("u", 1), ("v", 0))
@@ -471,9 +476,9 @@ class Elastic:
             if name in factors and mine.numel():
                 if mine.requires_grad:
                     dim = factors[name]
-                    mine.copy_(self._agreed(theirs[name].narrow(dim, 0, mine.shape[dim])))
+                    fill(mine, self._agreed(theirs[name].narrow(dim, 0, mine.shape[dim])))
             elif not factors_only and name in theirs:
-                mine.copy_(theirs[name])
+                fill(mine, theirs[name])
 
     def _agreed(self, value: Any) -> Any:
         """Return what the first process has, in all processes."""
@@ -504,12 +509,15 @@ class Elastic:
 
         return told
 
-    def _losses_of_sizes(self, objective: Callable[[nn.Module], float]) -> list[float]:
-        with alone_with(self.model):
+    def _losses_of_sizes(
+        self, objective: Callable[[nn.Module], float], model: nn.Module | None = None
+    ) -> list[float]:
+        model = self._whole_model() if model is None else model
+        with alone_with(model):
             found = []
             for rung in self.rungs.ranks:
-                with at_ranks(self.model, rung):
-                    found.append(objective(self.model))
+                with at_ranks(model, rung):
+                    found.append(objective(model))
         return found
 
     def _keep_the_better(self) -> None:
