@@ -32,10 +32,14 @@ class Case:
     bf16: bool = False
     """Whether forwards compute in bfloat16."""
     proximal: bool = False
+    elastic: bool = False
+    """Whether every size is trained."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """What LoD is given."""
+        """What a callback is given."""
+        if self.elastic:
+            return {"method": Elastic, **ELASTIC}
         return OPTIONS | {"proximal": self.proximal}
 
     def network(self) -> nn.Sequential:
@@ -134,6 +138,7 @@ def elastic_by_hand(
     weight: Callable[[int], float] = lambda i: 1 / ACCUMULATED,
     *,
     epochs: int = EPOCHS,
+    count: int = 36,
     batch: int = BATCH,
     single: bool = False,
     **options: Any,
@@ -145,7 +150,7 @@ def elastic_by_hand(
     model = decompose(case.network())
     optimizer = case.optimizer_of(model)
     train = Elastic(model, optimizer, **(options or ELASTIC))
-    x, y = case.samples()
+    x, y = case.samples(count)
     data = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
     fixed = FixedBatches(DataLoader(TensorDataset(x, y), batch_size=batch))
 
