@@ -17,9 +17,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from maestro_lod import LoD, MaestroError, decompose, load, ranks, save
+from maestro_lod import (
+    Elastic,
+    LoD,
+    MaestroError,
+    RunPlan,
+    decompose,
+    load,
+    ranks,
+    save,
+)
 from maestro_lod.distributed.fsdp import across_ranks
-from maestro_lod.distributed.shards import gathered
+from maestro_lod.distributed.shards import gathered, is_sharded
 from maestro_lod.files import shard_files
 from maestro_lod.files import tensor_file as tensors
 from tests.distributed.test_ddp import OPTIMIZERS, batch, share, small_model
@@ -255,6 +264,54 @@ def test_proximal_steps_see_all_shards(pair):
     alone = trained("sgd", how="proximal")
     assert any(alone["lost"])
     assert_same(pair(trained, "sgd", torch.float64, "proximal"), alone, 1e-6)
+
+
+def trained_at_every_size(name: str, options: dict[str, Any], how: str = "") -> dict[str, Any]:
+    model = small_model()
+    if dist.is_initialized():
+        model = sharded(model, **({"shard_placement_fn": across_ranks(model)} if how else {}))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train = Elastic(model, optimizer, **options)
+    batches = [batch(100 + i) for i in range(6)]
+    train.start(model, optimizer, RunPlan(7, STEPS, batches=batches, loss=F.cross_entropy))
+    for epoch in range(7):
+        for step in range(STEPS):
+            x, y = batch(10 * epoch + step)
+            if dist.is_initialized():
+                x, y = share(x), share(y)
+            train.backward(
+                lambda m=model, x=x: m(x),
+                lambda out, y=y: F.cross_entropy(out, y),
+                soft_loss=lambda out, teacher: F.cross_entropy(out, teacher.softmax(1)),
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        train.end_epoch(last=epoch == 6)
+        if epoch == 5:  # in consolidation: a state that is loaded changes nothing
+            train.load_state_dict(train.state_dict())
+    assert train.teacher is not None and not any(map(is_sharded, train.teacher.parameters()))
+    return {
+        "state": {key: whole(value).detach().clone() for key, value in model.state_dict().items()},
+        "rungs": train.rungs.ranks,
+        "ranks": ranks(model),
+        "macs": train.ledger.dense_macs,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "how"),
+    [
+        ("sgd", {"smallest": 0.2}, ""),
+        ("adamw", {"sizes": [0.6]}, ""),
+        ("sgd", {"sizes": [0.7, 0.4]}, "across"),
+    ],
+)
+def test_every_size_is_trained_in_shards_as_in_one_process(pair, name, options, how):
+    alone = trained_at_every_size(name, options)
+    for result in pair(trained_at_every_size, name, options, how):
+        assert all(result[key] == alone[key] for key in ("rungs", "ranks", "macs"))
+        for key, value in alone["state"].items():
+            torch.testing.assert_close(result["state"][key], value, rtol=1e-6, atol=1e-7)
 
 
 # -- files ---------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from torch import optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from maestro_lod import LoD, at_ranks, decompose, ranks, shrink
+from maestro_lod import Elastic, LoD, at_ranks, decompose, ranks, shrink
 from maestro_lod.errors import LayerError, OptionError, TrainingError
 from maestro_lod.layers import LowRank
+from maestro_lod.train.method import RunPlan
 from tests.support import trainers as task
 
 pytest.importorskip("accelerate")
@@ -42,6 +43,7 @@ class Run:
         accelerator: Accelerator | None = None,
         count: int = 36,
         batch: int = task.BATCH,
+        elastic: bool = False,
     ) -> None:
         self.accelerator = accelerator or Accelerator(
             cpu=True,
@@ -55,7 +57,14 @@ class Run:
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             self.inner, optimizer, loader, task.decay(optimizer)
         )
-        self.train = AcceleratedLoD(self.accelerator, self.model, self.optimizer, **case.options)
+        plan = RunPlan(
+            task.EPOCHS, 3, task.decay(optimizer).lr_lambdas[0], batches=self.loader,
+            loss=F.cross_entropy,
+        )  # fmt: skip
+        options: dict[str, Any] = {"method": Elastic, **task.ELASTIC} if elastic else case.options
+        self.train = AcceleratedLoD(
+            self.accelerator, self.model, self.optimizer, plan if elastic else None, **options
+        )
 
     def epochs(self, first: int, end: int, save_in: Path | None = None) -> None:
         for epoch in range(first, end):
@@ -106,6 +115,42 @@ def test_a_run_goes_on_from_a_directory_as_if_it_had_never_stopped(tmp_path: Pat
     within.train.end_epoch()
     within.epochs(2, task.EPOCHS)
     task.assert_same_weights(within.model, expected)
+
+
+@pytest.mark.parametrize(
+    "case", [case for name, case in task.CASES.items() if name != "proximal"],
+    ids=[name for name in task.CASES if name != "proximal"],
+)  # fmt: skip
+def test_elastic_gives_the_same_weights_as_by_hand(case: task.Case) -> None:
+    run = Run(case, elastic=True)
+    run.epochs(0, task.EPOCHS)
+    task.assert_same_weights(run.model, task.elastic_by_hand(case, single=True).model)
+
+
+def test_elastic_goes_on_from_a_directory_in_either_phase(tmp_path: Path) -> None:
+    run = Run(elastic=True)
+    run.epochs(0, task.EPOCHS, save_in=tmp_path)
+    for epoch in (0, 2):
+        again = Run(elastic=True)
+        again.accelerator.load_state(str(tmp_path / f"after {epoch}"))
+        again.epochs(epoch + 1, task.EPOCHS)
+        task.assert_same_weights(again.model, run.model)
+    within = Run(elastic=True)
+    within.accelerator.load_state(str(tmp_path / "within 3"))
+    for x, y in within.accelerator.skip_first_batches(within.loader, 4):
+        within.batch(x, y)
+    within.train.end_epoch(last=True)
+    task.assert_same_weights(within.model, run.model)
+
+
+def test_elastic_asks_for_a_plan() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(
+        model := decompose(task.SGD.network()), task.SGD.optimizer_of(model)
+    )
+    for plan in (None, RunPlan(4, 3)):
+        with pytest.raises(OptionError, match=r"batches=loader, loss=loss"):
+            AcceleratedLoD(accelerator, model, optimizer, plan, method=Elastic)
 
 
 def test_an_older_larger_state_is_loaded_evaluated_at_chosen_ranks_and_trained_on(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, SequentialSampler
 
-from maestro_lod import at_ranks, decompose, ranks
+from maestro_lod import Elastic, at_ranks, decompose, ranks
 from maestro_lod.errors import LayerError, OptionError, TrainingError
 from maestro_lod.layers import LowRank
 from tests.support import trainers as task
@@ -81,7 +81,7 @@ def trainer(
 def trained(
     directory: Path, resume: Path | None = None, case: task.Case = task.SGD, **options: Any
 ) -> Any:
-    known = (*task.OPTIONS, "method", "params")
+    known = (*task.OPTIONS, *task.ELASTIC, "method", "sizes")
     chosen = {key: options.pop(key) for key in known if key in options}
     run = trainer(directory, case=case, **options)
     of_case = {} if "method" in chosen else case.options
@@ -173,6 +173,68 @@ def test_ranks_and_cost_reach_whatever_is_reported_to(tmp_path: Path) -> None:
     ]
     assert ours[-1]["lod/rank/net.0"] == ranks(run.model)["net.0"]
     assert ours[-1]["lod/training_relative_params"] > 0
+
+
+# -- every size ------------------------------------------------------------------------------------
+
+ELASTIC = {"method": Elastic, **task.ELASTIC}
+
+
+# in bfloat16 the model computes its loss before Accelerate makes its logits float32
+@pytest.mark.parametrize(
+    "case", [c for c in task.IN_TRAINERS if c.id in ("sgd", "adamw", "float64")]
+)
+def test_elastic_gives_the_same_weights_as_by_hand(case: task.Case, tmp_path: Path) -> None:
+    hand = task.elastic_by_hand(case, last_one_whole)
+    run = trained(tmp_path, case=case, **ELASTIC)
+    task.assert_same_weights(run.model, hand.model)
+    phases = [log["lod/consolidation"] for log in run.state.log_history if "lod/params" in log]
+    assert phases == [0.0, 0.0, 0.0, 1.0]
+    assert run.compute_loss.__func__ is hf.Trainer.compute_loss
+
+
+@pytest.mark.parametrize("options", [{}, {"sizes": [0.6]}], ids=["all", "one"])
+def test_elastic_goes_on_from_any_step(options: dict[str, Any], tmp_path: Path) -> None:
+    chosen: dict[str, Any] = {"method": Elastic, "seed": 3, **(options or {"smallest": 0.3})}
+    expected = trained(tmp_path, save_strategy="steps", save_steps=1, **chosen)
+    for step in (2, 9, 11):
+        again = trained(tmp_path / "again", resume=tmp_path / f"checkpoint-{step}", **chosen)
+        task.assert_same_weights(again.model, expected.model)
+
+
+class LossOfItems(Classifier):
+    """Divides the sum of losses by the labels of all accumulated batches, as language models."""
+
+    def forward(self, x: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        logits = self.net(x)
+        total = kwargs.get("num_items_in_batch", len(labels))
+        return {"loss": F.cross_entropy(logits, labels, reduction="sum") / total, "logits": logits}
+
+
+def test_elastic_weighs_both_losses_alike_where_batches_are_accumulated(tmp_path: Path) -> None:
+    """The last step of an epoch has one batch of four samples, the others two of eight."""
+    model = decompose(LossOfItems())
+    run = trainer(tmp_path, model)
+    run.add_callback(LoDTrainerCallback(run, **ELASTIC))
+    run.train()
+    hand = task.elastic_by_hand(weight=last_one_whole)
+    for mine, theirs in zip(model.parameters(), hand.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_elastic_takes_a_loss_of_the_trainers_own(tmp_path: Path) -> None:
+    def doubled(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return 2 * F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+    class Unlabeled(Classifier):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            return {"logits": self.net(x)}
+
+    run = trainer(tmp_path, decompose(Unlabeled()))
+    run.compute_loss_func = doubled
+    run.add_callback(LoDTrainerCallback(run, **ELASTIC))
+    run.train()
+    assert run.state.log_history[-2]["lod/consolidation"] == 1.0
 
 
 def test_the_trainer_is_left_as_it_was_and_an_error_leaves_all_ranks_active(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from maestro_lod import at_ranks, decompose, ranks
+from maestro_lod import Elastic, at_ranks, decompose, ranks, scores_loss
 from maestro_lod.errors import LayerError, OptionError, TrainingError
 from maestro_lod.layers import LowRank
+from maestro_lod.train.dense import Dense
 from tests.support import trainers as task
 
 with warnings.catch_warnings():
@@ -24,6 +25,7 @@ with warnings.catch_warnings():
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+    from torchmetrics.classification import MulticlassAccuracy
 
 from maestro_lod.integrations.lightning import LoDCallback
 
@@ -203,6 +205,139 @@ def test_ranks_and_cost_reach_the_logger(tmp_path: Path) -> None:
     assert float(rows[-1]["lod/rank/net.0"]) == ranks(callback.lod.model)["net.0"]
 
 
+# -- every size ------------------------------------------------------------------------------------
+
+
+def elastic(**options: Any) -> LoDCallback:
+    return LoDCallback(method=Elastic, **(task.ELASTIC | options))
+
+
+@pytest.mark.parametrize("case", [c for c in task.IN_TRAINERS if c.id != "proximal"])
+def test_elastic_gives_the_same_weights_as_by_hand(case: task.Case) -> None:
+    hand = task.elastic_by_hand(case)
+    model, callback = module(case), elastic()
+    trainer(callback, precision=precision_of(case)).fit(model, loader(case=case))
+    assert callback.lod.whole_epochs == 3 and callback.lod.rungs.ranks == [
+        {f"net.{name}": rank for name, rank in ranks.items()} for ranks in hand.rungs.ranks
+    ]
+    task.assert_same_weights(model, hand.model)
+    assert "training_step" not in vars(model)
+
+
+class Shuffled(Module):
+    """Counts in metrics, logs, augments at random and has a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(16))
+        self.accuracy = MulticlassAccuracy(3)
+        self.steps = 0
+
+    def training_step(self, batch: Any, index: int) -> dict[str, Tensor]:
+        x, y = batch
+        output = self.net(x + 0.01 * torch.randn_like(x))
+        loss = F.cross_entropy(output, y)
+        self.steps += 1
+        self.accuracy(output, y)
+        self.log("accuracy", self.accuracy, on_epoch=True, on_step=False)
+        return {"loss": loss}
+
+    def on_train_epoch_end(self) -> None:
+        assert self.accuracy.update_count == 5
+
+
+def shuffled() -> DataLoader:
+    generator = torch.Generator().manual_seed(4)
+    data = TensorDataset(*task.SGD.samples(40))
+    return DataLoader(data, batch_size=task.BATCH, shuffle=True, generator=generator)
+
+
+@pytest.mark.parametrize("options", [{}, {"sizes": [0.6]}], ids=["all", "one"])
+def test_elastic_goes_on_from_any_epoch_and_step(options: dict[str, Any], tmp_path: Path) -> None:
+    """In either phase, with metrics and logs, and random numbers of its own."""
+    chosen = {
+        key: v for key, v in (task.ELASTIC | options).items() if not (options and key == "smallest")
+    }
+
+    def callback() -> LoDCallback:
+        return LoDCallback(method=Elastic, **chosen)
+
+    keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    expected = decompose(Module())
+    trainer(callback(), keep).fit(expected, loader(ResumableLoader))
+    files = sorted(
+        tmp_path.iterdir(), key=lambda file: int(file.stem.partition("=")[2].split("-")[0])
+    )
+    assert len(files) == 12
+    for file in (files[1], files[8], files[10]):
+        model = module()
+        again = callback()
+        trainer(again).fit(model, loader(ResumableLoader), ckpt_path=file)
+        assert again.lod.epoch == 4
+        task.assert_same_weights(model, expected)
+        for one, other in zip(model.buffers(), expected.buffers(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_elastic_disturbs_neither_metrics_nor_random_numbers_nor_loaders() -> None:
+    states = []
+
+    class Watched(Shuffled):
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            states.append((batch[0].clone(), torch.get_rng_state()))
+
+    for callback in ([], [elastic()]):
+        torch.manual_seed(6)
+        model = decompose(Watched())
+        torch.manual_seed(7)
+        trainer(*callback).fit(model, shuffled())
+        assert model.steps == 20
+    half = len(states) // 2
+    for (batch, state), (other, its) in zip(states[:half], states[half:], strict=True):
+        assert torch.equal(batch, other) and torch.equal(state, its)
+
+
+def test_elastic_says_which_phase_it_is_in_and_leaves_the_module_as_it_was(tmp_path: Path) -> None:
+    logger, model = CSVLogger(tmp_path), module()
+    trainer(elastic(), logger=logger, log_every_n_steps=1).fit(model, loader())
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("lod/total_rank")]
+    assert [float(row["lod/consolidation"]) for row in rows] == [0.0, 0.0, 0.0, 1.0]
+    assert "training_step" not in vars(model)
+
+    class Failing(Module):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            if self.current_epoch == 3 and self._trainer is not None:
+                raise ValueError("the data is bad")
+            return super().training_step(batch, index)
+
+    model = decompose(Failing())
+    with pytest.raises(ValueError, match="the data is bad"):
+        trainer(elastic()).fit(model, loader())
+    assert "training_step" not in vars(model)
+    assert all(m.active_rank == m.rank for m in model.modules() if isinstance(m, LowRank))
+
+
+def test_elastic_asks_for_what_it_needs() -> None:
+    class Own(Module):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return F.cross_entropy(2 * self(batch[0]), batch[1])
+
+    class Parts(Module):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return F.cross_entropy(self.net[2:](self.net[:2](batch[0])), batch[1])
+
+    with pytest.warns(UserWarning, match="Give soft_loss=lod.scores_loss"):
+        trainer(elastic(), epochs=2).fit(decompose(Own()), loader())
+    with pytest.warns(UserWarning, match="Compute the output by one call of the model"):
+        trainer(elastic(), epochs=2).fit(decompose(Parts()), loader())
+    trainer(elastic(soft_loss=scores_loss), epochs=2).fit(decompose(Own()), loader())
+    with pytest.raises(OptionError, match="Set at least 2 epochs"):
+        trainer(elastic(), epochs=1).fit(module(), loader())
+    with pytest.raises(OptionError, match="Train on one DataLoader"):
+        trainer(elastic()).fit(module(), [loader(), loader()])
+
+
 def test_a_batch_that_is_skipped_and_steps_that_end_early() -> None:
     class Skipping(Module):
         def training_step(self, batch: Any, index: int) -> Tensor | None:
@@ -281,5 +416,9 @@ def test_options_are_checked_at_once() -> None:
         LoDCallback(penatly=1e-3)
     with pytest.raises(OptionError, match="full_pass needs two passes"):
         LoDCallback(full_pass=True)
+    with pytest.raises(OptionError, match="Choose LoD or Elastic"):
+        LoDCallback(method=Dense)
+    with pytest.raises(OptionError, match="Elastic has no option 'penalty'"):
+        LoDCallback(method=Elastic, penalty=1e-3)
     with pytest.raises(TrainingError, match="does not exist before training"):
         _ = LoDCallback().lod

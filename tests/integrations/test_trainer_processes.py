@@ -7,12 +7,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.trainer_processes import CASES, COUNT
-from tests.support.trainers import EPOCHS, by_hand
+from tests.support.trainer_processes import CASES, COUNT, SHARE
+from tests.support.trainers import EPOCHS, by_hand, elastic_by_hand
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -44,12 +45,15 @@ def test_two_processes_train_what_one_does_by_hand(trainer: str, case: str, writ
     first, second = (torch.load(written / f"{trainer} {case} {rank}.pt") for rank in range(2))
     # the Trainer divides by the batches that there are: the last one stands alone
     weight = (lambda i: 1.0 if i == 4 else 0.5) if trainer == "huggingface" else (lambda i: 0.5)
-    hand = by_hand(CASES[case], weight, count=COUNT)
-    total = [sum(layers.values()) for layers in hand.history]
-    total.append(sum(layer.rank for layer in hand.model.modules() if hasattr(layer, "u")))
-    assert len({*total}) > 4  # at least four shrinks
+    if CASES[case].elastic:
+        hand: Any = elastic_by_hand(CASES[case], weight, count=COUNT, batch=SHARE)
+    else:
+        hand = by_hand(CASES[case], weight, count=COUNT)
+        total = [sum(layers.values()) for layers in hand.history]
+        total.append(sum(layer.rank for layer in hand.model.modules() if hasattr(layer, "u")))
+        assert len({*total}) > 4  # at least four shrinks
     assert first["equal"] == second["equal"] == [True] * EPOCHS
-    within = 1e-12 if CASES[case].dtype == torch.float64 else 1e-6
+    within = 1e-9 if CASES[case].elastic else 1e-12 if CASES[case].dtype == torch.float64 else 1e-6
     for one, other, expected in zip(
         first["weights"], second["weights"], hand.model.parameters(), strict=True
     ):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from maestro_lod import LoD
+from maestro_lod import Elastic, LoD
 from tests.distributed.test_ddp import same_everywhere
 from tests.support.trainers import EPOCHS, Case
 
@@ -28,13 +28,13 @@ CASES = {
     f"{optimizer} {str(dtype).removeprefix('torch.')}": Case(optimizer, dtype)
     for optimizer in ("sgd", "adamw")
     for dtype in (torch.float32, torch.float64)
-}
+} | {"elastic": Case("sgd", torch.float64, elastic=True)}
 
 
 def accelerate(case: Case, directory: Path) -> nn.Module:
     from tests.integrations.test_accelerate import Run
 
-    run = Run(case, count=COUNT, batch=SHARE)
+    run = Run(case, count=COUNT, batch=SHARE, elastic=case.elastic)
     assert run.accelerator.num_processes == 2
     run.epochs(0, EPOCHS)
     return run.inner
@@ -69,14 +69,15 @@ def main(directory: Path, *trainers: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    end_epoch, equal = LoD.end_epoch, list[bool]()
+    equal = list[bool]()
+    for method in (LoD, Elastic):
 
-    def then_compared(self: LoD, **options: Any) -> Any:
-        lost = end_epoch(self, **options)
-        equal.append(same_everywhere(self.model))
-        return lost
+        def then_compared(self: Any, end_epoch: Any = method.end_epoch, **options: Any) -> Any:
+            lost = end_epoch(self, **options)
+            equal.append(same_everywhere(self.model))
+            return lost
 
-    LoD.end_epoch = then_compared  # type: ignore[method-assign]
+        method.end_epoch = then_compared  # type: ignore[method-assign]
     for trainer in trainers:
         for name, case in CASES.items():
             equal.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,6 +94,31 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters, so that all modules hold their shards."""
     for module in _fsdp_modules(model):
         module.reshard()
+
+
+@contextmanager
+def without_fsdp(model: nn.Module) -> Iterator[list[Any]]:
+    """Give modules the classes that they had before `fully_shard`, inside the `with` block.
+
+    FSDP's classes refuse to be copied.
+
+    Yields:
+        What FSDP stores in the modules.
+    """
+    modules = [(module, type(module)) for module in _fsdp_modules(model)]
+    stored = [
+        value
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if key.startswith("__composable_api")
+    ]
+    for module, kind in modules:
+        module.__class__ = kind.__bases__[1]
+    try:
+        yield stored
+    finally:
+        for module, kind in modules:
+            module.__class__ = kind
 
 
 @torch.no_grad()

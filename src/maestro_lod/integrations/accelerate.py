@@ -13,11 +13,15 @@
         train.end_epoch()
 
 Each block is one step with its own sampled ranks. The penalty is added once per optimizer step, by
-the backward that completes the gradients, and therefore before clipping.
+the backward that completes the gradients, and therefore before clipping. `Elastic` needs a plan:
+
+    plan = RunPlan(epochs, steps_per_epoch, batches=loader, loss=F.cross_entropy)
+    train = AcceleratedLoD(accelerator, model, optimizer, plan, method=Elastic, smallest=0.1)
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,17 +29,24 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.integrations.driver import Driver, Options, follow_loading
+from maestro_lod.integrations.trainer_steps import FixedBatches, Seen, TrainerSteps
+from maestro_lod.model.inputs import ModelInputs, model_device, on_device, split_batch
+from maestro_lod.sizes.outputs import SoftLoss
+from maestro_lod.train.elastic import Elastic
+from maestro_lod.train.evaluate import CrossEntropy
 from maestro_lod.train.lod import LoD
+from maestro_lod.train.method import RunPlan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
 class AcceleratedLoD:
-    """Trains a prepared model by LoD.
+    """Trains a prepared model by LoD or Elastic.
 
     Its state is part of what `accelerator.save_state` writes. `end_epoch` logs lod/… (ranks, size,
     cost) to the accelerator's trackers.
@@ -44,6 +55,8 @@ class AcceleratedLoD:
         accelerator: The accelerator that prepared the model.
         model: The prepared model.
         optimizer: The prepared optimizer.
+        plan: The epochs and optimizer steps of the training and, for `Elastic`, its data loader and
+            loss; without a loss the model's own.
         **options: `method` and its options.
 
     Raises:
@@ -57,6 +70,7 @@ class AcceleratedLoD:
         accelerator: Accelerator,
         model: nn.Module,
         optimizer: Optimizer,
+        plan: RunPlan | None = None,
         **options: Unpack[Options],
     ) -> None:
         require_whole_parameters(accelerator)
@@ -64,16 +78,18 @@ class AcceleratedLoD:
         inner = accelerator.unwrap_model(model)
         _require_single(accelerator, inner)
         self._driver = Driver(**options)
-        self._driver.start(inner, optimizer)
+        steps = functools.partial(_steps, accelerator, inner, plan)
+        self._driver.start(inner, optimizer, plan, steps)
         require_unscaled(accelerator, self._driver)
         self._step: ExitStack | None = None
+        self._seen: Seen = []
         self.steps = 0
         """Optimizer steps so far."""
         follow_loading(inner)
         accelerator.register_for_checkpointing(self)
 
     @property
-    def lod(self) -> LoD:
+    def lod(self) -> LoD | Elastic:
         """The training method."""
         return self._driver.lod
 
@@ -81,7 +97,7 @@ class AcceleratedLoD:
     def accumulate(self) -> Iterator[None]:
         """Do one step inside the `with` block, like `accelerator.accumulate(model)`."""
         with self._accelerator.accumulate(self._model), ExitStack() as step:
-            step.enter_context(self._driver.step())
+            self._seen = step.enter_context(self._driver.step(self._model))
             self._step = step
             try:
                 yield
@@ -103,7 +119,7 @@ class AcceleratedLoD:
                 "backward(loss) was called twice or outside of a step. Call it once inside each "
                 "`with train.accumulate():`, with the sum of the losses."
             )
-        self._accelerator.backward(loss, **options)
+        self._accelerator.backward(self._driver.mixed_loss(loss, self._seen), **options)
         self._step.close()
         self._step = None
         if self._accelerator.sync_gradients:
@@ -137,6 +153,28 @@ class AcceleratedLoD:
         """Restore the state, after the accelerator has restored model and optimizer."""
         self._driver.load_state_dict(state)
         self.steps = int(state["optimizer_steps"])
+
+
+def _steps(
+    accelerator: Accelerator, model: nn.Module, plan: RunPlan | None, soft_loss: SoftLoss | None
+) -> TrainerSteps:
+    """Return steps of the loop: the model on a batch of the plan, and the loss of the plan."""
+    if plan is None or plan.batches is None:
+        raise OptionError(
+            "Elastic orders ranks by training batches, and the plan has none. Give "
+            "plan=lod.RunPlan(epochs, steps_per_epoch, batches=loader, loss=loss)."
+        )
+    loss = plan.loss or CrossEntropy()
+
+    def run(model: nn.Module, batch: Any) -> Tensor:
+        device = model_device(model)
+        inputs, target = split_batch(batch)
+        output = ModelInputs.wrap(inputs).to(device).call(model)
+        return loss(output, on_device(target, device))
+
+    data = plan.batches
+    batches: Any = FixedBatches(data) if isinstance(data, DataLoader) else data
+    return TrainerSteps(model, run, batches, soft_loss, precision=accelerator.autocast)
 
 
 def require_whole_parameters(accelerator: Accelerator) -> None:

@@ -6,12 +6,14 @@
 
 Optimizer, scheduler, accumulation, clipping and precision are the trainer's. Each batch is one step
 with its own sampled ranks. The penalty is added once per optimizer step, before clipping; the
-Trainer has no event there, so that the callback wraps `trainer.training_step`.
+Trainer has no event there, so that the callback wraps `trainer.training_step`. For `Elastic`, which
+compares outputs with the whole model's, it wraps `trainer.compute_loss` too.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +30,11 @@ from maestro_lod.integrations.driver import (
     read_schedule,
     require_single,
 )
+from maestro_lod.integrations.trainer_steps import FixedBatches, Seen, TrainerSteps
 from maestro_lod.layers.ranks import require_low_rank
+from maestro_lod.sizes.outputs import SoftLoss
+from maestro_lod.train.elastic import Elastic
+from maestro_lod.train.evaluate import IGNORED
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import RunPlan
 
@@ -39,7 +45,7 @@ _KEY = "maestro_lod"  # of this callback's state in trainer_state.json
 
 
 class LoDTrainerCallback(TrainerCallback):
-    """Trains the decomposed model of a Trainer by LoD.
+    """Trains the decomposed model of a Trainer by LoD or Elastic.
 
     Its state is part of the trainer's checkpoints. The metrics lod/… (ranks, size, cost) of each
     epoch are reported by `trainer.log`.
@@ -62,17 +68,19 @@ class LoDTrainerCallback(TrainerCallback):
         require_whole_parameters(trainer.accelerator)
         self._driver = Driver(**options)
         self._untouched: Callable[..., Tensor] | None = None
+        self._compute_loss: Callable[..., Any] | None = None
+        self._seen: Seen | None = None  # in a step
         self._trainer = cast("Any", trainer)  # the types of its attributes include None
         require_low_rank(self._trainer.model)
         follow_loading(self._trainer.model)
 
     @property
-    def lod(self) -> LoD:
+    def lod(self) -> LoD | Elastic:
         """The method of the training that has started."""
         return self._driver.lod
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Create the method, after weights and optimizer were restored from any checkpoint."""
         trainer = self._trainer
@@ -85,21 +93,41 @@ class LoDTrainerCallback(TrainerCallback):
                 "LoDTrainerCallback. Load its model, and train without resume_from_checkpoint."
             )
         self._driver.load_state_dict(_with_tensors(saved or {}))
-        self._driver.start(trainer.model, trainer.optimizer, _plan(state, trainer.lr_scheduler))
+        self._restore()  # after an error in an earlier training
+        self._driver.start(
+            trainer.model,
+            trainer.optimizer,
+            _plan(state, trainer.lr_scheduler),
+            functools.partial(_steps, trainer, given.get("train_dataloader")),
+        )
         require_unscaled(trainer.accelerator, self._driver)
         states[_KEY] = _WhenWritten(self._driver.state_dict)
-        if self._untouched is None:
-            self._untouched = trainer.training_step
-            trainer.training_step = self._training_step
+        self._untouched, self._compute_loss = trainer.training_step, trainer.compute_loss
+        trainer.training_step = self._training_step
+        if self._driver.needs_batches:
+            trainer.compute_loss = self._mixed_loss
 
     def _training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Do forward and backward of one batch at sampled ranks."""
         assert self._untouched is not None
-        with self._driver.step():
+        with self._driver.step(model) as self._seen:
             loss = self._untouched(model, *args, **kwargs)
+        self._seen = None
         if self._trainer.accelerator.sync_gradients:
             self._driver.add_penalty_gradients()
         return loss
+
+    def _mixed_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of a batch, with the distance to the whole model in a training step."""
+        assert self._compute_loss is not None
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return self._compute_loss(model, inputs, *args, **kwargs)
+        scale = _share_of_items(self._trainer, inputs, kwargs.get("num_items_in_batch"))
+        found = self._compute_loss(model, inputs, *args, **kwargs)
+        if isinstance(found, tuple):
+            return self._driver.mixed_loss(found[0], seen, scale), *found[1:]
+        return self._driver.mixed_loss(found, seen, scale)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -123,10 +151,44 @@ class LoDTrainerCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Restore `trainer.training_step`; another train() starts from the beginning."""
+        """Restore the trainer's methods; another train() starts from the beginning."""
+        self._restore()
+
+    def _restore(self) -> None:
         if self._untouched is not None:
             self._trainer.training_step = self._untouched
-            self._untouched = None
+            self._trainer.compute_loss = self._compute_loss
+            self._untouched = self._compute_loss = None
+
+
+def _steps(trainer: Any, loader: Any, soft_loss: SoftLoss | None) -> TrainerSteps:
+    """Return the steps of a trainer."""
+    compute_loss = trainer.compute_loss
+
+    def run(model: nn.Module, batch: Any) -> Tensor:
+        inputs, options = trainer._prepare_inputs(dict(batch)), {}
+        if trainer.compute_loss_func is not None:
+            options["num_items_in_batch"] = _share_of_items(trainer, inputs, 1)
+        found = compute_loss(model, inputs, **options)
+        loss: Tensor = found[0] if isinstance(found, tuple) else found
+        return loss
+
+    batches, precision = FixedBatches(loader), trainer.compute_loss_context_manager
+    return TrainerSteps(trainer.model, run, batches, soft_loss, precision=precision)
+
+
+def _share_of_items(trainer: Any, inputs: Any, total: Tensor | int | None) -> Tensor | float:
+    """Return the share of a batch in a loss that is a sum over accumulated batches, else 1."""
+    scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    labels = inputs.get("shift_labels", inputs.get("labels"))
+    if total is None or not scaled or labels is None:
+        return 1.0
+    if getattr(trainer, "_loss_shifts_labels", False) and "shift_labels" not in inputs:
+        labels = labels[..., 1:]
+    share: Tensor = labels.ne(IGNORED).sum() / total
+    if trainer.args.average_tokens_across_devices:
+        share = share * trainer.accelerator.num_processes
+    return share
 
 
 def _plan(state: TrainerState, scheduler: object) -> RunPlan:

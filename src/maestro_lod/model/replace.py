@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from maestro_lod.distributed.fsdp import reshard, without_fsdp
+from maestro_lod.distributed.shards import gathered, is_sharded
 from maestro_lod.errors import LayerError
 from maestro_lod.layers.pivoted import PivotedInputs
 from maestro_lod.layers.registry import is_unpacked
@@ -100,7 +102,7 @@ def copy_without_hooks(
 
 
 def _copy_without_hooks(
-    model: nn.Module, memo: dict[int, Any], replaced: Iterable[nn.Module]
+    model: nn.Module, memo: dict[int, Any], replaced: Iterable[nn.Module] = ()
 ) -> nn.Module:
     for module in model.modules():
         for attribute in _HOOKS + STATE_HOOKS:
@@ -124,6 +126,25 @@ def _copy_without_hooks(
     ) in copied.modules():  # transformers records that it installed hooks, which the copy lacks
         vars(module).pop("_output_capturing_hooks_installed", None)
     return copied
+
+
+def copy_whole(model: nn.Module) -> nn.Module:
+    """Copy a model that FSDP2 shards, with whole parameters and without FSDP.
+
+    All processes have to call it, and each gets a copy.
+    """
+    reshard(model)
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        if is_sharded(parameter):
+            whole = gathered(parameter.detach()).clone()
+            memo[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
+    for module in model.modules():
+        if (holders := vars(module).get("_holders")) is not None:
+            memo[id(holders)] = None  # FSDP's objects for its factors
+    with model_lock(model), without_fsdp(model) as states:
+        memo |= {id(state): OrderedDict() for state in states}
+        return _copy_without_hooks(model, memo)
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:

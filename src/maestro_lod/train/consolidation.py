@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from maestro_lod.distributed.collectives import Group, sum_over
+from maestro_lod.distributed.shards import Cut, is_sharded, local_part
 from maestro_lod.errors import TrainingError
 from maestro_lod.model.inputs import Loss
 from maestro_lod.train.schedule import cosine
@@ -132,9 +134,7 @@ class Pace:
         """Scale gradients that are too long; no value leaves its device."""
         if not gradients:
             return
-        first = gradients[0].device
-        lengths = [torch.linalg.vector_norm(g.to(_at_least_single(g))) for g in gradients]
-        norm = torch.linalg.vector_norm(torch.stack([each.float().to(first) for each in lengths]))
+        norm = _norm(gradients)
         if (scaled := getattr(self._optimizer, "grad_scale", None)) is not None:
             norm = norm / scaled.to(norm.device)  # fused optimizers divide by it in their step
         mean = norm if self.norm is None else self.norm.to(norm.device)
@@ -144,7 +144,7 @@ class Pace:
         scale = _LONGEST * mean / norm.clamp_min(torch.finfo(torch.float32).tiny)
         scale = torch.where(scale.isfinite(), scale.clamp(max=1.0), 1.0)  # GradScaler skips these
         for gradient in gradients:
-            gradient.mul_(scale.to(gradient.device, gradient.dtype))
+            local_part(gradient).mul_(scale.to(gradient.device, gradient.dtype))
 
     def _after_step(self) -> None:
         self.all_steps += 1
@@ -164,6 +164,22 @@ class Pace:
         self.total, self.step = state["total"], int(state["step"])
         self.all_steps, norm = int(state["all_steps"]), state["norm"]
         self.norm = None if norm is None else norm.clone()
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients; those of shards are summed over processes."""
+    first = gradients[0].device
+    lengths: dict[Group | None, list[Tensor]] = {}
+    for gradient in gradients:
+        cut = Cut.from_tensor(gradient) if is_sharded(gradient) else None  # type: ignore[arg-type]
+        part = local_part(gradient)
+        length = torch.linalg.vector_norm(part.to(_at_least_single(part))).float().to(first)
+        lengths.setdefault(None if cut is None else cut.group, []).append(length)
+    norms = []
+    for group, members in lengths.items():
+        norm = torch.linalg.vector_norm(torch.stack(members))
+        norms.append(norm if group is None else sum_over(norm.square(), group).sqrt())
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _at_least_single(value: Tensor) -> torch.dtype:

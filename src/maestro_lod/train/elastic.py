@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch.optim.swa_utils import AveragedModel
 from maestro_lod.distributed.agreement import Agreement
 from maestro_lod.distributed.collectives import broadcast_object, peer_failure_context
 from maestro_lod.distributed.ddp import find_wrappers, renew
-from maestro_lod.distributed.fsdp import shard_group
+from maestro_lod.distributed.fsdp import adopt_shards, reshard, shard_group
+from maestro_lod.distributed.shards import fill, is_sharded
 from maestro_lod.errors import (
     LayerError,
     MaestroError,
@@ -52,6 +54,7 @@ from maestro_lod.model.inputs import (
     require_number,
     split_batch,
 )
+from maestro_lod.model.replace import copy_whole
 from maestro_lod.model.structure import read_structure
 from maestro_lod.model.surgery import decompose
 from maestro_lod.sizes.allocation import frozen_layers, smallest_cost
@@ -151,11 +154,7 @@ class Elastic:
         self.model = unwrapped(model)
         self.optimizer = unwrapped_optimizer(optimizer)
         require_all_active(self.model, "training")
-        if shard_group(self.model) is not None:
-            raise OptionError(
-                "Elastic needs whole parameters, and this model is sharded. Use "
-                "DistributedDataParallel, or one process."
-            )
+        adopt_shards(self.model)
         require_optimizer(self.model, self.optimizer)
         require_trainable(self.model)
         self._layers: dict[str, LowRank] = require_ranks_to_train(self.model, 1, "Elastic")
@@ -270,7 +269,7 @@ class Elastic:
             return
         try:
             inputs, _ = split_batch(_first(plan.batches, 1)[0])
-            self.ledger.measure(self.model, inputs)
+            self.ledger.measure(self._whole_model(), inputs)
         except LayerError as error:
             if self.cost == "macs":
                 raise
@@ -328,37 +327,56 @@ class Elastic:
             weight: Scales the gradients: 1/k where those of k batches are accumulated.
             soft_loss: How far an output is from the teacher's; it overrides the method's own.
         """
+        with self.step():
+            wanted = None
+            if self.phase == "consolidation":
+                with torch.no_grad():
+                    wanted = forward(self.teacher)
+            output = forward()
+            value = require_loss(loss(output))
+            compare = self._soft_loss or soft_loss or _by_name(output)
+            if self.phase == "consolidation" and compare is not None:
+                value = self.mixed_loss(value, compare(output, wanted))
+            del output, wanted  # freed before the backward if the loss permits
+            value = require_finite_loss(value)
+            (value * weight).backward()  # type: ignore[no-untyped-call]
+        return value.detach() * weight
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Activate the ranks of a step inside the `with` block: one forward and one backward.
+
+        `backward` does this itself. In a loop that does the passes, the loss in consolidation is
+        `mixed_loss`, with the output of `teacher` for the same inputs.
+
+        >>> with train.step():
+        >>>     F.cross_entropy(model(x), y).backward()
+
+        Raises:
+            TrainingError: `start` was not called, or the processes do not agree.
+        """
         with peer_failure_context():
             if self._plan is None:
                 raise TrainingError("no plan is known yet. Call start(…) before the first step.")
             self._agreement.before_step(self)
             self._passes += 1
-            if self.phase == "whole":
-                value = require_finite_loss(require_loss(loss(forward())))
-                (value * weight).backward()  # type: ignore[no-untyped-call]
-                return value.detach() * weight
-            return self._consolidate(forward, loss, weight, soft_loss)
+            drawn = {} if self.phase == "whole" else self.rungs.draw()
+            with activated({self._layers[name]: rank for name, rank in drawn.items()}):
+                yield
 
-    def _consolidate(
-        self,
-        forward: Callable[..., Any],
-        loss: Callable[[Any], Tensor],
-        weight: float,
-        soft_loss: SoftLoss | None,
-    ) -> Tensor:
-        assert self.teacher is not None
-        with torch.no_grad():
-            wanted = forward(self.teacher)
-        drawn = self.rungs.draw()
-        with activated({self._layers[name]: rank for name, rank in drawn.items()}):
-            output = forward()
-            value = require_loss(loss(output))
-            compare = self._soft_loss or soft_loss or _by_name(output)
-            if compare is not None:
-                value = _TASK * value + (1 - _TASK) * compare(output, wanted)
-            value = require_finite_loss(value)
-            (value * weight).backward()  # type: ignore[no-untyped-call]
-        return value.detach() * weight
+    def mixed_loss(self, loss: Tensor, soft_loss: Tensor) -> Tensor:
+        """Return the loss of consolidation, of a target and of the distance to the teacher.
+
+        Args:
+            loss: The loss of the output with its target.
+            soft_loss: How far the output is from the teacher's, on the same scale.
+        """
+        return _TASK * loss + (1 - _TASK) * soft_loss
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps so far."""
+        return self._pace.all_steps
 
     # -- one epoch -----------------------------------------------------------------------------
 
@@ -430,15 +448,15 @@ class Elastic:
         twin, energies = self._decomposed(batches)
         self._unfactored.hold(())
         self._take_over(twin, factors_only=True)
-        objective = self._objective(batches[:_MEASURED])
-        self._losses = self._agreed(measure_losses(self.model, objective, energies))
+        objective, measured = self._objective(batches[:_MEASURED]), self._whole_model()
+        self._losses = self._agreed(measure_losses(measured, objective, energies))
         limits = self.rungs.limits = self._limits()
         costs, whole = self.ledger.costs(self.model), ranks(self.model)
         found = nested_ranks(self.model, costs, self._losses, limits, self.cost)
         if self.smallest is not None:
             found[limits[0]] = whole
         self.rungs.ranks = self._agreed([found[limit] for limit in limits])
-        self._began = self._agreed(self._losses_of_sizes(objective))
+        self._began = self._agreed(self._losses_of_sizes(objective, measured))
         evaluated = count_measurements(self.model) + len(limits)
         self._searched = 3.0 * len(batches) + evaluated * len(batches[:_MEASURED])
         if self.smallest is None:
@@ -463,10 +481,16 @@ class Elastic:
                 layer.identity_factor = None
             self.ema.n_averaged.zero_()
 
+    def _whole_model(self) -> nn.Module:
+        """Return the model or, if it is sharded, a copy with whole parameters."""
+        return self.model if shard_group(self.model) is None else copy_whole(self.model)
+
     def _frozen_copy(self) -> nn.Module:
         """Return the whole model, dense and frozen; parameters that are not trained are shared."""
-        teacher = all_dense(self.model).eval()
+        teacher = all_dense(self._whole_model()).eval()
         for name, parameter in self.model.named_parameters():
+            if is_sharded(parameter):
+                continue
             if not parameter.requires_grad and name.rpartition(".")[0] not in self._layers:
                 module, _, key = name.rpartition(".")
                 try:
@@ -498,6 +522,7 @@ class Elastic:
     @torch.no_grad()
     def _take_over(self, twin: nn.Module, *, factors_only: bool) -> None:
         """Copy what is trained from a model of the same structure, of which this may be a part."""
+        reshard(self.model)
         theirs = dict(twin.named_parameters()) | dict(twin.named_buffers())
         factors = {
             f"{name}.{factor}": dim for name in self._layers for factor, dim in (("u", 1), ("v", 0))
@@ -506,9 +531,9 @@ class Elastic:
             if name in factors and mine.numel():
                 if mine.requires_grad:
                     dim = factors[name]
-                    mine.copy_(self._agreed(theirs[name].narrow(dim, 0, mine.shape[dim])))
+                    fill(mine, self._agreed(theirs[name].narrow(dim, 0, mine.shape[dim])))
             elif not factors_only and name in theirs:
-                mine.copy_(theirs[name])
+                fill(mine, theirs[name])
 
     def _agreed(self, value: Any) -> Any:
         """Return what the first process has, in all processes."""
@@ -539,12 +564,15 @@ class Elastic:
 
         return told
 
-    def _losses_of_sizes(self, objective: Callable[[nn.Module], float]) -> list[float]:
-        with alone_with(self.model):
+    def _losses_of_sizes(
+        self, objective: Callable[[nn.Module], float], model: nn.Module | None = None
+    ) -> list[float]:
+        model = self._whole_model() if model is None else model
+        with alone_with(model):
             found = []
             for rung in self.rungs.ranks:
-                with at_ranks(self.model, rung):
-                    found.append(objective(self.model))
+                with at_ranks(model, rung):
+                    found.append(objective(model))
         return found
 
     def _keep_the_better(self) -> None:

@@ -326,11 +326,26 @@ def call_after_steps(optimizer: Optimizer, method: Callable[[], None]) -> None:
 
 
 def call_before_steps(optimizer: Optimizer, method: Callable[[], None]) -> None:
-    """Call a bound method before every optimizer step, while its object lives."""
+    """Call a bound method before each update, when gradients are complete, while its object lives.
+
+    A closure that is given to the optimizer, as by Lightning, computes gradients inside the step:
+    the method is called after it.
+    """
     weak = weakref.WeakMethod(method)
 
-    def before_step(*_: Any) -> None:
-        if (call := weak()) is not None:
+    def before_step(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if (call := weak()) is None:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
             call()
+            return None
+
+        def then_called() -> Any:
+            value = closure()
+            call()
+            return value
+
+        return args[:1], {**kwargs, "closure": then_called}
 
     optimizer.register_step_pre_hook(before_step)
