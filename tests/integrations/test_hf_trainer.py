@@ -202,6 +202,13 @@ def test_elastic_goes_on_from_any_step(options: dict[str, Any], tmp_path: Path) 
         task.assert_same_weights(again.model, expected.model)
 
 
+def test_elastic_trains_a_model_that_the_trainer_compiles(tmp_path: Path) -> None:
+    eager = trained(tmp_path, **ELASTIC)
+    compiled = trained(tmp_path, torch_compile=True, torch_compile_backend="eager", **ELASTIC)
+    for mine, theirs in zip(compiled.model.parameters(), eager.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 class LossOfItems(Classifier):
     """Divides the sum of losses by the labels of all accumulated batches, as language models."""
 

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.integrations.driver import Driver, Options, follow_loading
 from maestro_lod.integrations.trainer_steps import FixedBatches, Seen, TrainerSteps
+from maestro_lod.layers.ranks import unwrapped
 from maestro_lod.model.inputs import ModelInputs, model_device, on_device, split_batch
 from maestro_lod.sizes.outputs import SoftLoss
 from maestro_lod.train.elastic import Elastic
@@ -174,7 +175,7 @@ def _steps(
 
     data = plan.batches
     batches: Any = FixedBatches(data) if isinstance(data, DataLoader) else data
-    return TrainerSteps(model, run, batches, soft_loss, precision=accelerator.autocast)
+    return TrainerSteps(unwrapped(model), run, batches, soft_loss, precision=accelerator.autocast)
 
 
 def require_whole_parameters(accelerator: Accelerator) -> None:

@@ -31,7 +31,7 @@ from maestro_lod.integrations.driver import (
     require_single,
 )
 from maestro_lod.integrations.trainer_steps import FixedBatches, Seen, TrainerSteps
-from maestro_lod.layers.ranks import require_low_rank
+from maestro_lod.layers.ranks import require_low_rank, unwrapped
 from maestro_lod.sizes.outputs import SoftLoss
 from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.evaluate import IGNORED
@@ -174,7 +174,7 @@ def _steps(trainer: Any, loader: Any, soft_loss: SoftLoss | None) -> TrainerStep
         return loss
 
     batches, precision = FixedBatches(loader), trainer.compute_loss_context_manager
-    return TrainerSteps(trainer.model, run, batches, soft_loss, precision=precision)
+    return TrainerSteps(unwrapped(trainer.model), run, batches, soft_loss, precision=precision)
 
 
 def _share_of_items(trainer: Any, inputs: Any, total: Tensor | int | None) -> Tensor | float:
