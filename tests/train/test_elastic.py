@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,7 @@ from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.fit import FitOptions, Watch
 from maestro_lod.train.method import RunPlan
 from maestro_lod.train.progress import Progress
+from maestro_lod.train.schedule import cosine
 from tests.support.kinds import KINDS, Kind
 from tests.support.small import MODELS, batches
 
@@ -293,17 +295,29 @@ def test_what_sizes_learn_from() -> None:
         torch.testing.assert_close(alone, 3 * model(data[0][0]).square().mean().detach())
 
 
-def test_learning_rates_follow_an_own_schedule_from_the_initial_rate() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_learning_rates_follow_an_own_schedule_from_the_initial_rate(kind: Any) -> None:
     data = batches((6,), 10)
-    model, optimizer, train = made()
+    model, _, _ = made()
+    optimizer = kind(model.parameters(), lr=0.05)
+    train = Elastic(model, optimizer)
     rates: list[float] = []
-    watch = Watch(step=lambda progress: rates.append(optimizer.param_groups[0]["lr"]))
+    shares: list[float] = []
+
+    def note(_: object) -> None:
+        rates.append(optimizer.param_groups[0]["lr"])
+        shares.append(train.rungs.share if train.rungs.limits else 1.0)
+
     lod.fit(
-        model, data, optimizer=optimizer, method=train, epochs=5, watch=watch,
+        model, data, optimizer=optimizer, method=train, epochs=5, watch=Watch(step=note),
         schedule=lambda step: 0.1,
     )  # fmt: skip
-    assert rates[:50] == pytest.approx([0.005] * 50)
-    assert max(rates[50:]) == pytest.approx(0.1) and rates[-1] < 0.002 and len(rates) == 70
+    assert rates[:50] == pytest.approx([0.005] * 50) and len(rates) == 70
+    assert min(shares[50:]) < 0.5 and max(shares[50:]) == 1.0
+    pace, most = cosine(20, warmup=1), 5 / math.sqrt(len(lod.ranks(model)))
+    adam = [min(0.5 / share, most) for share in shares[50:]]
+    expected = [2.0] * 20 if kind is torch.optim.SGD else adam
+    assert rates[50:] == pytest.approx([0.05 * pace(i) * r for i, r in enumerate(expected)])
 
 
 def test_gradients_are_no_longer_than_the_warm_up_allows() -> None:

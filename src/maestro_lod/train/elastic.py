@@ -163,7 +163,7 @@ class Elastic:
         if self.ledger.dense_macs is not None or cost == "params":
             self._limits()  # refuses sizes that cannot be reached
         self._unfactored = Unfactored(self.model, self.optimizer, self.ema)
-        self._agreement, self._pace = Agreement(self.model), Pace(self.optimizer)
+        self._agreement, self._pace = Agreement(self.model), Pace(self.optimizer, len(self._layers))
         self.rungs = Rungs(require_seed(seed))
         self.phase = "whole"
         """Of the next step: "whole" or "consolidation"."""
@@ -360,7 +360,10 @@ class Elastic:
                 raise TrainingError("no plan is known yet. Call start(…) before the first step.")
             self._agreement.before_step(self)
             self._passes += 1
-            drawn = {} if self.phase == "whole" else self.rungs.draw()
+            drawn: Mapping[str, int] = {}
+            if self.phase == "consolidation":
+                drawn = self.rungs.draw()
+                self._pace.trains(self.rungs.share)
             with activated({self._layers[name]: rank for name, rank in drawn.items()}):
                 yield
 
@@ -452,6 +455,7 @@ class Elastic:
         self._losses = self._agreed(measure_losses(measured, objective, energies))
         limits = self.rungs.limits = self._limits()
         costs, whole = self.ledger.costs(self.model), ranks(self.model)
+        self.rungs.dense = getattr(costs.dense, self.cost)
         found = nested_ranks(self.model, costs, self._losses, limits, self.cost)
         if self.smallest is not None:
             found[limits[0]] = whole
