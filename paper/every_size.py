@@ -14,7 +14,7 @@ from maestro_lod.cli.recipe import load_recipe
 from maestro_lod.cli.setup import data_of
 from maestro_lod.model.plot import svg
 from paper.every_size_cells import LONGER, SHARES, TASKS, Cells, Point
-from paper.record import read
+from paper.record import RESULTS, read
 from paper.scale import Scale
 
 TITLE = "Beyond the paper: every size from one training"
@@ -51,7 +51,7 @@ def measure(scale: Scale) -> dict[str, Measured]:
 
 def measured(scale: Scale, tasks: Iterable[str]) -> dict[str, Measured]:
     """Return the points of these tasks that are stored; a smoke test trains the first task's."""
-    before = read("every-size-before")
+    before = read("every-size", RESULTS / "before")
     known: dict[str, Any] = {} if before is None or scale.smoke else before["result"]
     return {
         TASKS[task].title: _measured(scale, task, known.get(TASKS[task].title))
