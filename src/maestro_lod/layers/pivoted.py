@@ -50,7 +50,7 @@ class PivotedOutputs(PivotedForm):
         super().__init__()
         self.register_buffer("order", order.flatten().to(INDEX_TYPE))
         self.first, self.second = first, second
-        self.dim = dim  # of the outputs, from the end
+        self._dim = dim  # of the outputs, from the end
         self.register_parameter("bias", bias)
 
     @property
@@ -60,11 +60,11 @@ class PivotedOutputs(PivotedForm):
 
     def forward(self, input: Tensor) -> Tensor:
         kept = self.first(input)
-        both = torch.cat([kept, self.second(kept)], self.dim)
-        output = both.index_select(self.dim, self.order)
+        both = torch.cat([kept, self.second(kept)], self._dim)
+        output = both.index_select(self._dim, self.order)
         if self.bias is None:
             return output
-        return output + self.bias.view(-1, *[1] * (-1 - self.dim)).to(output.dtype)
+        return output + self.bias.view(-1, *[1] * (-1 - self._dim)).to(output.dtype)
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, bias={self.bias is not None}"
@@ -83,15 +83,15 @@ class PivotedInputs(PivotedForm):
         self.register_buffer("kept", kept.flatten().to(INDEX_TYPE))
         self.register_buffer("others", others.flatten().to(INDEX_TYPE))
         self.first, self.second = first, second
-        self.dim = dim  # of the inputs, from the end
+        self._dim = dim  # of the inputs, from the end
 
     @property
     def rank(self) -> int:
         return len(self.kept) // getattr(self.second, "groups", 1)
 
     def forward(self, input: Tensor) -> Tensor:
-        kept = input.index_select(self.dim, self.kept)
-        combined = kept + self.first(input.index_select(self.dim, self.others))
+        kept = input.index_select(self._dim, self.kept)
+        combined = kept + self.first(input.index_select(self._dim, self.others))
         output: Tensor = self.second(combined)
         return output
 
