@@ -70,6 +70,7 @@ MODELS: Registry[Callable[..., nn.Module]] = Registry(
     "model",
     {
         "lenet": "cli.models.lenet:LeNet",
+        "mlp": "cli.models.mlp:MLP",
         "resnet18": "baselines.models.resnet:resnet18",
         "resnet18_small": "baselines.models.resnet:resnet18_small",
         "resnet50": "baselines.models.resnet:resnet50",

@@ -23,7 +23,7 @@ from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve, resolve_f
 from maestro_lod.layers.uses import FactorUse, factor_uses
 from maestro_lod.model.inputs import Example, ModelInputs, drawn, in_mode, model_device
 from maestro_lod.model.surgery import extract
-from maestro_lod.sizes.timing import interleaved, ratios, run
+from maestro_lod.sizes.timing import ROUNDS, interleaved, ratios, relative, run
 from maestro_lod.text import Table, Tabular
 
 _POINTS = 4  # ranks per layer and form: the largest of interest, and halves of it
@@ -216,7 +216,7 @@ def _seconds_as_text(seconds: float) -> str:
 # -- measuring ---------------------------------------------------------------------------------
 
 
-def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
+def latency(model: nn.Module, example: Example, *, rounds: int = ROUNDS) -> Latency:
     """Measure every low-rank layer in all its forms on this machine; changes nothing.
 
     The number of threads is torch's. The time of a layer includes all its uses. All forms are in
@@ -260,7 +260,7 @@ def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
     floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return Latency(
         dense=whole,
-        layers={name: _measured(name, layer, whole, times) for name, layer in layers.items()},
+        layers={name: _measured(name, layer, times) for name, layer in layers.items()},
         batch=call.batch_size,
         rounds=rounds,
         threads=torch.get_num_threads(),
@@ -415,14 +415,12 @@ def _forward(
     return run_all
 
 
-def _measured(
-    name: str, layer: LowRank, whole: float, times: Mapping[Any, list[float]]
-) -> LayerLatency:
+def _measured(name: str, layer: LowRank, times: Mapping[Any, list[float]]) -> LayerLatency:
     """Return the times of a layer, from medians of ratios within rounds."""
     dense, points = 0.0, dict[PlainForm, list[RankTiming]](factored=[], pivoted=[])
     if (name, "dense", layer.rank) in times:
         dense_times = times[name, "dense", layer.rank]
-        dense = whole * statistics.median(ratios(dense_times, times[_WHOLE]))
+        dense = relative(times, (name, "dense", layer.rank), _WHOLE)[0]
         for form, rank in _variants(layer):
             if form != "dense":
                 over_dense = ratios(times[name, form, rank], dense_times)
