@@ -27,9 +27,10 @@ from maestro_lod.deploy.export import export
 from maestro_lod.errors import DataError, OptionError, listed, suggest
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.checkpoint import save, save_plain
+from maestro_lod.model.cost import count_params
 from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import ModelInputs, split_batch
-from maestro_lod.model.surgery import fuse
+from maestro_lod.model.surgery import extract, fuse
 from maestro_lod.model.survey import Tied
 from maestro_lod.pretrained import compression, distillation
 from maestro_lod.progress import OnProgress, ProgressLine, progress_enabled
@@ -186,6 +187,22 @@ def distill(
 
         work.write(write)
     say(f"{done}\nwritten to {out}")
+
+
+def deploy_directory(directory: Path, out: Path, max_params: str | None) -> None:
+    """Write one size of a compressed transformers directory as plain layers."""
+    limit = None if max_params is None else parse_size(max_params, "--max-params")
+    saved = _extra("maestro_lod.integrations.huggingface")
+    with unfinished(out) as work:
+        plain = extract(saved.from_pretrained(directory, max_params=limit))
+
+        def write(place: Path) -> None:
+            saved.save_pretrained(plain, place)
+            _extra("maestro_lod.integrations.directory_files").complete_directory(place, directory)
+            (place / "frontier.json").unlink(missing_ok=True)  # of the sizes that are left out
+
+        work.write(write)
+    say(f"{count_params(plain):,} parameters\nwritten to {out}")
 
 
 def _require_formats(to: list[str] | None, int8: bool) -> list[str]:
