@@ -16,6 +16,7 @@ from maestro_lod.pretrained import correction
 from maestro_lod.pretrained.correction import correct
 from maestro_lod.sizes.calibration import calibrate
 from maestro_lod.train.evaluate import recalibrate
+from tests.support.kinds import Tied
 
 
 def conv_net() -> nn.Module:
@@ -187,6 +188,28 @@ def test_a_layer_that_is_used_twice_is_no_block_of_its_own(monkeypatch):
     before = model.layer.u.detach().clone()
     assert correct(model, teacher, [x]) == 1
     torch.testing.assert_close(model.layer.u, before, rtol=0, atol=0)
+
+
+class TiedBehindALayer(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Sequential(self.embedding, nn.Linear(16, 16)), nn.Linear(40, 40)
+        del self.embedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.head(torch.tanh(self.inner(ids))))
+
+
+@pytest.mark.parametrize("most", [1, 2], ids=["alone", "in a block"])
+def test_an_embedding_is_not_trained_without_the_head_that_shares_it(most, monkeypatch):
+    monkeypatch.setattr(correction, "_MOST_LAYERS", most)
+    torch.manual_seed(0)
+    teacher, ids = TiedBehindALayer(), torch.randint(40, (64, 12))
+    model = lod.decompose(copy.deepcopy(teacher), ranks=6, tied="share")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert correct(model, teacher, list(ids.split(8))) == 2
+    changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed and not any(key.startswith("inner.0") for key in changed)
 
 
 def test_no_data_is_refused():

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 
 from maestro_lod.errors import DataError, OptionError
 from maestro_lod.files.stage_cache import StageCache
+from maestro_lod.layers.embedding import SharedHead
 from maestro_lod.layers.ranks import activated, low_rank_layers, resolve_for, unwrapped
 from maestro_lod.model.inputs import ModelInputs, in_mode, model_device, split_batch, tensors_in
 from maestro_lod.pretrained.distillation import hold_out
@@ -158,10 +159,12 @@ def find_blocks(model: nn.Module, teacher: nn.Module, inputs: ModelInputs) -> li
         for name, module in modules.items()
     }
     found = set[str]()
-    for name in low_rank_layers(model):
+    for name, layer in low_rank_layers(model).items():
         around = [each for each in (name, *_around(name)) if calls[each] == 1]
         suitable = [each for each in around if counts[each] <= _MOST_LAYERS]
-        found |= {*suitable[-1:]}
+        # alone, an embedding would learn the rows of these batches at the cost of others
+        if suitable and (suitable[-1] != name or layer.positionwise):
+            found.add(suitable[-1])
     return [name for name in calls if name in found]
 
 
@@ -349,12 +352,9 @@ def _train(
 def _trained(model: nn.Module, block: nn.Module) -> list[nn.Parameter]:
     """Return the trainable parameters that a block alone has."""
     inside = set(block.modules())
-    others = {
-        id(parameter)
-        for module in model.modules()
-        if module not in inside
-        for parameter in module.parameters(recurse=False)
-    }
+    outside = [module for module in model.modules() if module not in inside]
+    outside += [module.embedding for module in outside if isinstance(module, SharedHead)]
+    others = {id(p) for module in outside for p in module.parameters(recurse=False)}
     return [p for p in block.parameters() if p.requires_grad and id(p) not in others]
 
 
