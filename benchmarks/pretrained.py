@@ -31,10 +31,12 @@ import maestro_lod as lod
 from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import Costs
+from maestro_lod.pretrained.compression import Distance
 from maestro_lod.pretrained.correction import correct
 from maestro_lod.pretrained.distillation import Sizes, distill
-from maestro_lod.sizes.calibrated_allocation import choose_ranks
+from maestro_lod.sizes.calibrated_allocation import choose_ranks, rank_energies, ranks_by_losses
 from maestro_lod.sizes.calibration import Calibration, calibrate
+from maestro_lod.sizes.measured_allocation import FEW_SHARES, measure_losses
 from maestro_lod.train.evaluate import recalibrate
 
 SHARES = (0.9, 0.8, 0.7, 0.5, 0.3)
@@ -142,10 +144,29 @@ class Bench:
         """Return where unfinished work of a name is kept."""
         return None if self.unfinished is None else self.unfinished / name
 
-    def ranks(self, share: float) -> dict[str, int]:
-        return choose_ranks(
-            self.elastic, self.seen, max_params=int(self.rest + share * self.decomposed)
+    def limit(self, share: float) -> int:
+        """Return the parameters of the model at a share of the decomposed layers' weights."""
+        return int(self.rest + share * self.decomposed)
+
+    @functools.cached_property
+    def measured(self) -> dict[int, dict[str, int]]:
+        """Nested ranks for all shares, by the losses that `compress` measures."""
+        data = [inputs for inputs, _ in self.case.calibration]
+        distance = Distance(self.case.model, data, len(low_rank_layers(self.elastic)),
+                            self.case.soft_loss)  # fmt: skip
+        energies = rank_energies(low_rank_layers(self.elastic), self.seen)
+        losses = self.kept.get_or_compute(
+            "losses", lambda: measure_losses(self.elastic, distance, energies, shares=FEW_SHARES)
         )
+        return ranks_by_losses(self.elastic, losses, [self.limit(share) for share in SHARES])
+
+    def ranks(self, share: float) -> dict[str, int]:
+        return self.measured[self.limit(share)]
+
+    def by_theory(self, share: float) -> nn.Module:
+        """Allocate by calibration alone."""
+        ranks = choose_ranks(self.elastic, self.seen, max_params=self.limit(share))
+        return self.normed(lod.extract(self.elastic, ranks))
 
     def calibrated(self, share: float) -> nn.Module:
         return self.normed(lod.extract(self.elastic, self.ranks(share)))
@@ -158,10 +179,10 @@ class Bench:
         return self.normed(model)
 
     def correct(self, model: nn.Module, name: str, sizes: Sequence[Mapping[str, int]]) -> None:
-        batches = self.case.calibration[: self.case.correction]
+        batches = self.case.correction
 
         def corrected() -> dict[str, Any]:
-            correct(model, self.case.model, batches, calibration=self.seen, sizes=sizes)
+            correct(model, self.case.model, batches, sizes=sizes)
             return model.state_dict()
 
         model.load_state_dict(self.kept.get_or_compute(name, corrected))
@@ -234,8 +255,9 @@ def ways(steps: int) -> dict[str, Way]:
         "SVD of the weights": lambda bench, share: bench.uniform("weights", share),
         "ASVD's rule": lambda bench, share: bench.uniform("ASVD", share),
         "SVD-LLM's rule": lambda bench, share: bench.uniform("SVD-LLM", share),
+        "calibrated, allocated by theory": Bench.by_theory,
         "calibrated": Bench.calibrated,
-        "calibrated + sequential": Bench.corrected,
+        "+ correction": Bench.corrected,
         f"+ healing, {steps} steps": lambda bench, share: bench.distilled(share, steps),
         f"all sizes healed at once, {steps} steps": lambda bench, share: bench.of_all_sizes(
             share, steps, first_corrected=False

@@ -39,11 +39,11 @@ class Case:
     all: int
     """Samples that there are."""
     calibration: list[Any]
-    """Batches (inputs, target) to calibrate on, the first few of which correct sequentially."""
+    """Batches (inputs, target) to calibrate on."""
     loss: Callable[[Any, Any], Tensor]
     """What calibration differentiates: it needs no labels."""
-    correction: int
-    """How many of the batches correct sequentially."""
+    correction: list[Any]
+    """The same samples in batches to train blocks on."""
     distillation_batches: Callable[[StageCache], Iterable[Any]]
     """Makes the batches to heal on."""
     validation: list[Any]
@@ -84,7 +84,7 @@ def language_model(folder: Path) -> Case:
         128,
         [({"input_ids": part}, None) for part in windows[:64].split(4)],
         own_scores,
-        6,
+        [({"input_ids": part}, None) for part in windows[:64].reshape(-1, 128).split(4)],
         distillation_batches,
         [({"input_ids": part}, None) for part in held_out.split(4)],
         scores_loss,
@@ -150,7 +150,7 @@ def resnet(depth: int) -> Callable[[Path], Case]:
             10000,
             [(load.normalise(part), None) for part in x[:1024].split(128)],
             own_scores,
-            2,
+            [(load.normalise(part), None) for part in x[:1024].split(64)],
             lambda _: Augmented(x[:-2000], 64, load.normalise),
             [(load.normalise(part), None) for part in x[-2000:].split(250)],
             scores_loss,
@@ -198,7 +198,7 @@ def sentence_encoder(folder: Path) -> Case:
         len(one),
         batches[:16],
         lambda output, _: own_values(embedding(output)),
-        16,
+        batches[:16],
         lambda _: batches[:-16],
         batches[-16:],
         soft,
@@ -222,7 +222,7 @@ def speaker_encoder(folder: Path) -> Case:
         count,
         [(part, None) for part in x[:256].split(32)],
         lambda output, _: own_values(output),
-        4,
+        [(part, None) for part in x[:256].split(32)],
         lambda _: [(part, None) for part in x.split(32)],
         [(part, None) for part in validation.split(32)],
         values_loss,

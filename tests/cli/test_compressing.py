@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import maestro_lod as lod
 from maestro_lod.cli.main import main
+from maestro_lod.errors import OptionError
 from maestro_lod.integrations.huggingface import from_pretrained
 from maestro_lod.integrations.model_texts import open_model
 from maestro_lod.model.checkpoint import load
+from maestro_lod.model.cost import count_params
 from tests.support.directories import write_bert, write_llama, write_texts
 
 BOTH = ["--to", "dense", "--to", "safetensors"]
@@ -94,6 +96,35 @@ def test_a_directory_becomes_one_that_loads_then_is_distilled(llama, texts, tmp_
     given = ["--teacher", llama, "--data", texts["txt"], "--steps", "3", "--batches", "2"]
     assert lod_command("distill", small, *given, "--out", distilled) == 0
     assert lod.ranks(from_pretrained(distilled)) == lod.ranks(model)
+
+
+def test_a_directory_of_several_sizes_is_read_at_each_of_them(llama, texts, tmp_path, capsys):
+    texts["txt"].write_text("the cat sat on a mat and a dog ran far away\n" * 200)
+    out, data = tmp_path / "sizes", ["--data", texts["txt"], "--batches", "2", "--quiet"]
+    given = ["--sizes", "0.95,0.9", "--share-tied"]
+    assert lod_command("compress", llama, *data, *given, "--out", out) == 0
+    dense = 16 * 32 + 2 * (4 * 16 * 16 + 3 * 16 * 32) + 5 * 16
+    for size in (0.95, 0.9):
+        small = from_pretrained(out, max_params=size)
+        assert count_params(lod.extract(small)) <= size * dense
+    plain = tmp_path / "plain"
+    assert lod_command("deploy", out, "--max-params", "0.9", "--out", plain) == 0
+    loaded, ids = AutoModelForCausalLM.from_pretrained(plain).eval(), torch.tensor([[2, 3, 4]])
+    assert count_params(loaded) <= 0.9 * dense
+    torch.testing.assert_close(loaded(input_ids=ids).logits, small.eval()(input_ids=ids).logits)
+    assert not (plain / "frontier.json").exists()
+    assert lod_command("deploy", out, "--int8", "--out", tmp_path / "no") == 2
+    with pytest.raises(OptionError, match="no submodel meets"):
+        from_pretrained(out, max_params=0.1)
+    with pytest.raises(OptionError, match="Give one of them"):
+        from_pretrained(out, max_params=0.9, ranks=1)
+    (out / "frontier.json").unlink()
+    with pytest.raises(OptionError, match=r"has no frontier\.json to choose a size by"):
+        from_pretrained(out, max_params=0.9)
+    capsys.readouterr()
+    for limits in ([], ["--sizes", "0.9", "--max-params", "0.9"]):
+        assert lod_command("compress", llama, *data, *limits, "--out", tmp_path / "no") == 2
+        assert "give one of --max-params and --sizes" in capsys.readouterr().err
 
 
 def test_own_batches_and_no_correction(llama, own, tmp_path):
@@ -187,12 +218,12 @@ def test_distillation_reports_one_size_before_and_after_and_keeps_the_better(
     bert = write_bert(tmp_path / "bert")
     texts["txt"].write_text("the cat sat on a mat and a dog ran far away\n" * 300)
     data, small = ["--data", texts["txt"], "--batches", "3", "--quiet"], tmp_path / "small"
-    limit = ["--max-params", "0.6", "--no-correction"]
+    limit = ["--max-params", "0.3", "--no-correction"]
     assert lod_command("compress", bert, *data, *limit, "--out", small) == 0
     model = from_pretrained(small)
     given = ["distill", small, "--teacher", bert, *data, "--steps", "60", "--out"]
     found = []
-    for name, lr in (("better", 1e-3), ("worse", 0.3)):
+    for name, lr in (("better", 2e-5), ("worse", 0.3)):
         capsys.readouterr()
         assert lod_command(*given, tmp_path / name, "--lr", lr) == 0
         shown = capsys.readouterr().out
@@ -225,7 +256,7 @@ def test_a_failed_export_leaves_no_directory_and_no_lost_work(own, tmp_path, mon
         patched.setattr("maestro_lod.cli.commands.compressing.export", failed)
         assert lod_command(*arguments, "--to", "safetensors", "--to", "onnx") == 2
     assert not (tmp_path / "out").exists()
-    assert (tmp_path / "out.unfinished" / "corrected.safetensors").exists()
+    assert (tmp_path / "out.unfinished" / "block 0.safetensors").exists()
     assert lod_command(*arguments) == 0
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 

@@ -138,7 +138,8 @@ def test_progress_tells_each_part_to_its_end():
              soft_loss=scores_loss, on_progress=lambda *part: told.append(part))  # fmt: skip
     ends = {what: (done, of) for done, of, what in told}
     assert ends == {
-        "calibrating": (6, 6), "decomposing": (3, 3), "correcting": (3, 3), "distilling": (3, 3)
+        "calibrating": (6, 6), "decomposing": (3, 3), "measuring": (3, 3), "correcting": (1, 1),
+        "distilling": (3, 3),
     }  # fmt: skip
 
 
@@ -180,7 +181,7 @@ def test_weights_that_are_replaced_are_never_copied(correct, monkeypatch):
         return deepcopy(parameter, memo)
 
     monkeypatch.setattr(nn.Parameter, "__deepcopy__", noted)
-    compress(model, data, max_params=0.5, correct=correct)
+    compress(model, data, max_params=0.3, correct=correct)
     assert [p.ndim for p in copied] == ([1, 1, 1] if correct else [])  # biases
 
 
@@ -193,12 +194,47 @@ def test_the_number_of_plans_does_not_grow_with_the_layers(count, monkeypatch):
     assert len(made) == 1
 
 
+def test_several_sizes_are_nested_and_each_keeps_its_limit():
+    teacher, data = trained()
+    model = copy.deepcopy(teacher)
+    done = compress(model, data, sizes=[0.4, 0.8, 0.6])
+    assert len(done.frontier) == 3
+    assert str(done).startswith(f"{done.params:,} of {done.dense_params:,} parameters")
+    larger = lod.ranks(model)
+    for share, point in zip((0.8, 0.6, 0.4), done.frontier, strict=True):
+        assert point.ranks == done.frontier.pick(max_params=share)
+        assert all(rank <= larger[name] for name, rank in point.ranks.items())
+        assert count_params(lod.extract(model, point.ranks)) == point.params
+        assert point.params <= share * done.dense_params
+        larger = point.ranks
+    losses = [point.loss for point in done.frontier]
+    assert losses == sorted(losses)
+
+
+def test_a_size_that_is_corrected_with_others_is_nearly_as_good_as_alone():
+    teacher, data = trained()
+    alone, both = copy.deepcopy(teacher), copy.deepcopy(teacher)
+    compress(alone, data, max_params=0.4)
+    sizes = compress(both, data, sizes=[0.7, 0.4]).frontier
+    fresh = torch.randn(256, 24) * torch.logspace(0.5, -1, 24)
+    small = lod.extract(both, sizes.pick(max_params=0.4))
+    assert distance(small, teacher, fresh) <= 1.5 * distance(alone, teacher, fresh)
+
+
+@pytest.mark.parametrize("sizes", [[], None])
+def test_no_size_is_refused(sizes):
+    model, data = trained()
+    with pytest.raises(OptionError, match="sizes="):
+        compress(model, data, sizes=sizes)
+
+
 class Killed(BaseException):
     pass
 
 
 @pytest.mark.parametrize(
-    "killed_in", ["calibrating", "decomposing", "correcting", "distilling", "distilled"]
+    "killed_in",
+    ["calibrating", "decomposing", "measuring", "correcting", "distilling", "distilled"],
 )
 def test_a_killed_compression_ends_as_if_it_had_not_been(killed_in, tmp_path):
     original, data = trained()
@@ -223,9 +259,12 @@ def test_a_killed_compression_ends_as_if_it_had_not_been(killed_in, tmp_path):
     )
     assert found == expected
     torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
-    parts = ["calibrating", "decomposing", "correcting", "distilling", "distilled"]
-    again = {"calibrating", "correcting", "distilling"} & set(parts[parts.index(killed_in) :])
-    assert told == {"decomposing", *again}  # layers are exchanged anew, by factors that were kept
+    parts = ["calibrating", "measuring", "decomposing", "correcting", "distilling", "distilled"]
+    again = {"calibrating", "measuring", "distilling"} & set(parts[parts.index(killed_in) :])
+    if killed_in == "decomposing":
+        again.add("measuring")
+    # layers are exchanged and blocks run again, with the factors and weights that were kept
+    assert told == {"decomposing", "correcting", *again}
     with pytest.raises(OptionError, match="unfinished work of another call"):
         compress(copy.deepcopy(original), data, max_params=0.4, resume=kept)
 
@@ -264,7 +303,7 @@ def test_unfinished_work_of_another_call_is_refused(what, tmp_path, snapshot):
     assert files == {file: file.read_bytes() for file in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("stage", ["calibrating", "decomposing", "correcting", "distilling"])
+@pytest.mark.parametrize("stage", ["calibrating", "measuring", "correcting", "distilling"])
 def test_a_failure_in_any_stage_leaves_the_model_as_it_was(stage, snapshot):
     model = nn.Sequential(nn.Linear(24, 16), nn.BatchNorm1d(16), nn.Linear(16, 24),
                           nn.TransformerEncoderLayer(24, 2, 24, dropout=0.0))  # fmt: skip

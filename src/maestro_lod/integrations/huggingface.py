@@ -23,6 +23,7 @@ from maestro_lod.files.atomic import replacing_files, writing
 from maestro_lod.files.tensor_file import opened_file, write_tensors
 from maestro_lod.integrations.model_directory import (
     CONFIG,
+    FRONTIER,
     LOD_WEIGHTS,
     WEIGHTS,
     architecture_of,
@@ -47,6 +48,7 @@ from maestro_lod.layers.ranks import Ranks, low_rank_layers, require_low_rank, r
 from maestro_lod.layers.registry import low_rank_type
 from maestro_lod.layers.uses import module_role
 from maestro_lod.model.checkpoint import load, require_ordered
+from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.replace import copy_on_meta
 from maestro_lod.model.structure import Form, Structure, restructure, uninitialized
 
@@ -123,6 +125,7 @@ def from_pretrained(
     directory: str | os.PathLike[str],
     *,
     ranks: Ranks | None = None,
+    max_params: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Return the model that was saved to a directory, in eval mode, like the stock function does.
@@ -135,6 +138,9 @@ def from_pretrained(
         directory: What was written.
         ranks: The ranks to keep, as for `maestro_lod.load`; of a directory that `save_pretrained`
             of this module wrote, only their bytes are read.
+        max_params: The most parameters instead: a count, or as a float a share of the original's.
+            The best of the sizes that `compress` was given is read, by the directory's
+            frontier.json.
         dtype: That of the saved model unless given.
 
     Returns:
@@ -142,9 +148,12 @@ def from_pretrained(
 
     Raises:
         CheckpointError: If the directory is not complete, or is of another architecture.
-        OptionError: If `ranks` are asked for and the directory holds one size.
+        OptionError: If `ranks` or `max_params` are asked for and the directory holds one size, or
+            no size is that small.
     """
     directory = Path(directory)
+    if max_params is not None:
+        ranks = _ranks_within(directory, max_params, ranks)
     if not (directory / CONFIG).is_file():
         raise CheckpointError(
             f"{directory} has no {CONFIG}. Give a directory that save_pretrained wrote."
@@ -173,6 +182,18 @@ def from_pretrained(
     read_generation_config(model, directory)
     attach(model)
     return model
+
+
+def _ranks_within(directory: Path, max_params: float, ranks: Ranks | None) -> dict[str, int]:
+    """Return the ranks of the best size of a directory within a limit."""
+    if ranks is not None:
+        raise OptionError(f"from_pretrained got {ranks=} and {max_params=}. Give one of them.")
+    if not (directory / FRONTIER).is_file():
+        raise OptionError(
+            f"{directory} has no {FRONTIER} to choose a size by. Give ranks=, or compress for "
+            "several sizes: lod compress --sizes 0.7,0.5."
+        )
+    return Frontier.load(directory / FRONTIER).pick(max_params=max_params)
 
 
 def described_in(config: PreTrainedConfig) -> LowRankConfig | None:

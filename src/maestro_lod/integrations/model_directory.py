@@ -22,6 +22,8 @@ from maestro_lod.files.atomic import require_no_link_out
 from maestro_lod.files.json_files import read_json_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+FRONTIER = "frontier.json"
+"""The sizes of a model that was compressed for several."""
 LOD_WEIGHTS = "lod.safetensors"
 """Low-rank weights of directories that version 0.1 wrote; they are still read."""
 

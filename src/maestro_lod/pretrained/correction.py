@@ -1,222 +1,378 @@
-"""Correction: fit the layers of a cut model, one after the other, to the original's outputs.
+"""Correction: train each block of a cut model to give the outputs of the original's block.
 
-A layer behind cut layers gets other inputs than in training. With the inputs x of the original and
-x̃ of the cut model, the layer closest to the original's outputs W·x is the regression
-M = W·E[x·x̃ᵀ]·E[x̃·x̃ᵀ]⁻¹, and the best one of rank k is M factored with respect to the inputs x̃. A
-bias compensates for the means.
+A block is a module with a few cut layers, such as a residual block or a layer of a transformer.
+Behind cut blocks it gets other inputs than in the original; it is trained on these, to the outputs
+that the original has on its own inputs. The layers of a block compensate for each other, which
+layers that are fitted one by one cannot.
+
+Both models run on all batches at once: each forward has a thread, which waits at every block until
+it is trained. So every module runs once per batch, besides the training, and only the inputs and
+outputs of one block are in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+import contextvars
+import copy
+import functools
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Adam
+from torch.utils._pytree import tree_map
 
 from maestro_lod.errors import DataError, OptionError
-from maestro_lod.layers.lowrank import LowRank
-from maestro_lod.layers.ranks import (
-    at_ranks,
-    low_rank_layers,
-    resolve_for,
-    unwrapped,
-)
-from maestro_lod.model.inputs import ModelInputs, in_mode, model_device, split_batch
-from maestro_lod.model.structure import UNPACKED, read_structure, restructured_copy
+from maestro_lod.files.stage_cache import StageCache
+from maestro_lod.layers.embedding import SharedHead
+from maestro_lod.layers.ranks import activated, low_rank_layers, resolve_for, unwrapped
+from maestro_lod.model.inputs import ModelInputs, in_mode, model_device, split_batch, tensors_in
+from maestro_lod.pretrained.distillation import hold_out
+from maestro_lod.pretrained.precision import in_single_precision, single
 from maestro_lod.progress import OnProgress
-from maestro_lod.sizes.calibration import Batches, Calibration
-from maestro_lod.sizes.whitening import whitened_factors
+from maestro_lod.sizes.calibration import Batches
 from maestro_lod.train.evaluate import recalibrate
+from maestro_lod.train.schedule import cosine
 
-_RIDGE = 0.1  # weight of the original layer in the regression
-_ENOUGH = 4  # positions per input of a layer, the least for a regression
+_MOST_LAYERS = 8  # of a block: those of a layer of a transformer
+_STEPS = 100  # of each block and size
+_LR = 0.015  # relative to the size of a weight
+_SMALLEST = 0.05  # size of a weight
+_WARM_UP = 5  # steps
 
 
-@torch.no_grad()
 def correct(
     model: nn.Module,
     teacher: nn.Module,
     batches: Batches,
     *,
-    calibration: Calibration | None = None,
     sizes: Sequence[Mapping[str, int | float]] = ({},),
     on_progress: OnProgress = lambda done, total, note: None,
 ) -> int:
-    """Fit linear layers and convolutions of a cut model to the original, in place and in order.
+    """Train the blocks of a cut model, in place and in order, to the outputs of the original's.
 
-    The model keeps its ranks, and their order stays optimal for each layer; BatchNorms get new
-    statistics. Not changed are layers of other kinds, layers that one call uses more than once, and
-    layers with few positions in the data per input.
+    The model keeps its ranks; BatchNorms get new statistics. A block is the largest module with
+    at most eight low-rank layers that a forward calls once. It keeps its former weights if its
+    outputs do not come closer on held-out batches (every eighth).
 
-    >>> lod.correct(model, original, batches, calibration=seen)
+    >>> lod.correct(model, original, batches)
 
     Args:
         model: The low-rank model.
         teacher: The original.
         batches: Batches (inputs, target), or inputs alone.
-        calibration: The calibration of the decomposition; its gradients weight errors of outputs.
-        sizes: The ranks of several sizes: each layer is fitted to its inputs in all of them.
-        on_progress: `on_progress(done, total, note)` gets the number of layers that are done.
+        sizes: The ranks of several sizes: each block is trained at all of them.
+        on_progress: `on_progress(done, total, note)` gets the number of blocks that are done.
 
     Returns:
-        The number of layers that were fitted.
+        The number of blocks that came closer.
 
     Raises:
-        DataError: The data has no batch, or a batch does not reach a layer.
+        DataError: The data has no batch.
         OptionError: `sizes` is empty.
     """
     model, teacher = unwrapped(model), unwrapped(teacher)
     at_sizes = [resolve_for(model, ranks) for ranks in sizes]
-    data = [split_batch(batch)[0] for batch in batches]
+    data = [single(batch) for batch in batches]
     if not data:
         raise DataError("the data to correct on has no batch. Give at least one.")
     if not at_sizes:
         raise OptionError("sizes=[] leaves nothing to correct. Give ranks, or leave it out.")
-    original = _unpacked_alike(teacher, model)
-    with in_mode(model, training=False), in_mode(original, training=False):
-        for module in model.modules():  # so that later layers get their final inputs
+    with in_single_precision(model), in_single_precision(teacher):
+        return correct_blocks(model, teacher, data, at_sizes, StageCache(), on_progress)
+
+
+def correct_blocks(
+    model: nn.Module,
+    teacher: nn.Module,
+    batches: Sequence[Any],
+    sizes: Sequence[Mapping[str, int]],
+    cache: StageCache,
+    on_progress: OnProgress,
+) -> int:
+    """Train the blocks of a cut model, as `correct` does, and keep what is done in a cache."""
+    device, closer = model_device(model), 0
+    data = [ModelInputs.wrap(split_batch(batch)[0]).to(device) for batch in batches]
+    with ExitStack() as ends:
+        for each in (model, teacher):
+            ends.enter_context(in_mode(each, training=False))
+        ends.enter_context(_without_caches(model, teacher))
+        ends.enter_context(_trainable(model))
+        for module in model.modules():  # norms by the statistics of the cut model
             module.training = isinstance(module, _BatchNorm)
-        groups = _in_order(model, data[0])
-        done, fitted, count = 0, 0, sum(map(len, groups))
-        for group in groups:
-            pair = _Pair.measure(original, model, group[0], data, at_sizes)
-            if pair.count >= _ENOUGH * len(at_sizes) * pair.cut.shape[1]:
-                for name in group:
-                    _fit(model, original, name, pair, calibration)
-                fitted += len(group)
-            done += len(group)
-            on_progress(done, count, "correcting")
+        blocks = find_blocks(model, teacher, data[0])
+        stops = {each.get_submodule(name): name for each in (model, teacher) for name in blocks}
+        ends.enter_context(_stopping_at(stops))
+        targets = [_Run(teacher, inputs, {}) for inputs in data]
+        pairs = [
+            (_Run(model, inputs, ranks), target)
+            for inputs, target in zip(data, targets, strict=True)
+            for ranks in sizes
+        ]
+        runs = [*targets, *(run for run, _ in pairs)]
+        for run in runs:
+            ends.callback(run.stop)
+            run.advance()
+        for number, name in enumerate(blocks):
+            block, original = model.get_submodule(name), teacher.get_submodule(name)
+            here = [pair for pair in pairs if {run.block for run in pair} == {name}]
+            train = functools.partial(_train, model, block, original, here, _STEPS * len(sizes))
+            if state := cache.get_or_compute(f"block {number}", train):
+                block.load_state_dict(state)
+                closer += 1
+            for run in runs:
+                if run.block == name:
+                    run.advance()
+            on_progress(number + 1, len(blocks), "correcting")
     recalibrate(model, [(inputs, None) for inputs in data])
-    return fitted
+    return closer
 
 
-def _unpacked_alike(teacher: nn.Module, model: nn.Module) -> nn.Module:
-    """Return the teacher, in a copy with the same unpacked modules as the model if needed."""
-    unpacked = {name: form for name, form in read_structure(model).items() if form == UNPACKED}
-    return restructured_copy(teacher, unpacked) if unpacked else teacher
+@contextmanager
+def _trainable(model: nn.Module) -> Iterator[None]:
+    """Let all parameters of a model be trained inside the block if none of them is."""
+    frozen = [p for p in model.parameters() if p.is_floating_point()]
+    if any(parameter.requires_grad for parameter in frozen):
+        frozen = []
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
-def _in_order(model: nn.Module, inputs: Any) -> list[list[str]]:
-    """Return the layers in order of use, in groups with the same input."""
-    layers = {name: layer for name, layer in low_rank_layers(model).items() if layer.positionwise}
-    calls: list[tuple[str, Any]] = []  # inputs are referenced, so that their ids stay unique
-    with ExitStack() as hooks:
-        for name, layer in layers.items():
-            _hook(hooks, layer, lambda x, name=name: calls.append((name, x)))  # type: ignore[misc]
-        ModelInputs.wrap(inputs).to(model_device(model)).call(model)
-    names = [name for name, _ in calls]
-    groups: list[list[str]] = []
-    last: Tensor | None = None
-    for name, x in calls:
-        if names.count(name) > 1:
-            continue
-        if x is last and layers[groups[-1][0]].input_key() == layers[name].input_key():
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-        last = x
-    return groups
+def find_blocks(model: nn.Module, teacher: nn.Module, inputs: ModelInputs) -> list[str]:
+    """Return the names of the blocks of a cut model, in order of their calls."""
+    layers = {id(layer) for layer in low_rank_layers(model).values()}
+    originals = {name for name, _ in teacher.named_modules()}  # not parts of unpacked layers
+    modules = {name: each for name, each in model.named_modules() if name in originals}
+    calls = _calls(model, modules, inputs)
+    counts = {
+        name: sum(id(part) in layers for part in module.modules())
+        for name, module in modules.items()
+    }
+    found = set[str]()
+    for name, layer in low_rank_layers(model).items():
+        around = [each for each in (name, *_around(name)) if calls[each] == 1]
+        suitable = [each for each in around if counts[each] <= _MOST_LAYERS]
+        # alone, an embedding would learn the rows of these batches at the cost of others
+        if suitable and (suitable[-1] != name or layer.positionwise):
+            found.add(suitable[-1])
+    return [name for name in calls if name in found]
 
 
-def _hook(hooks: ExitStack, layer: nn.Module, look: Callable[[Tensor], Any]) -> None:
-    def called(module: nn.Module, args: Any, kwargs: Any) -> None:
-        look(next(iter((*args, *kwargs.values()))))
-
-    hooks.callback(layer.register_forward_pre_hook(called, with_kwargs=True).remove)
-
-
-class _Reached(BaseException):
-    """Ends a forward at a layer, with its inputs."""
-
-    def __init__(self, inputs: Tensor) -> None:
-        self.inputs = inputs
+def _around(name: str) -> Iterator[str]:
+    """Yield the names of the modules that contain a module, the innermost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
-def _inputs_at(model: nn.Module, name: str, inputs: Any) -> Tensor:
-    def stop(x: Tensor) -> None:
-        raise _Reached(x)
+def _calls(model: nn.Module, modules: Mapping[str, nn.Module], inputs: ModelInputs) -> Counter[str]:
+    """Return how often each module is called, in order of the first calls."""
+    calls: Counter[str] = Counter()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in modules.items():
+            hook = functools.partial(lambda name, *_: calls.update([name]), name)
+            hooks.callback(module.register_forward_pre_hook(hook).remove)
+        inputs.call(model)
+    return calls
 
-    with ExitStack() as hooks:
-        _hook(hooks, model.get_submodule(name), stop)
+
+# -- forwards that wait at blocks ------------------------------------------------------------------
+
+
+class _Stop(BaseException):
+    """Ends a forward."""
+
+
+class _Run:
+    """A forward of a model in a thread of its own, which waits at every block.
+
+    Only one thread runs at any time: whoever advances a run waits until it is at a block or ends.
+    """
+
+    def __init__(self, model: nn.Module, inputs: ModelInputs, ranks: Mapping[str, int]) -> None:
+        layers = low_rank_layers(model)
+        self.ranks = {layers[name]: rank for name, rank in ranks.items()}
+        self.block: str | None = None
+        """The block that it waits at; None before the first one and after the last one."""
+        self.call: ModelInputs | None = None
+        """The inputs of that block."""
+        self.outputs: list[Tensor] = []
+        """The outputs of that block, once they are computed."""
+        self._go, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run, args=(self._run, model, inputs), daemon=True
+        )
+
+    def _run(self, model: nn.Module, inputs: ModelInputs) -> None:
+        _CURRENT.set(self)
         try:
-            ModelInputs.wrap(inputs).to(model_device(model)).call(model)
-        except _Reached as reached:
-            return reached.inputs
-    raise DataError(f"a batch does not reach layer {name!r}. Give batches that do.")
+            with torch.no_grad(), activated(self.ranks):
+                inputs.call(model)
+        except _Stop:
+            pass
+        except BaseException as error:  # raised by `advance`, in the thread that waits
+            self._error = error
+        self._leave()
+        self._waits.release()
+
+    def _leave(self) -> None:
+        self.block, self.call, self.outputs = None, None, []
+
+    def advance(self) -> None:
+        """Run until the next block, or the end; raise the forward's error, if any."""
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._go.release()
+        self._waits.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, block: str, call: ModelInputs) -> None:
+        """Wait at a block, in the run's own thread."""
+        self.block, self.call = block, call
+        self._waits.release()
+        self._go.acquire()
+        if self._stopped:
+            raise _Stop
+        self._leave()
+
+    def stop(self) -> None:
+        """End the forward, wherever it is."""
+        if self._thread.is_alive():
+            self._stopped = True
+            self._go.release()
+            self._thread.join()
+
+    def compute(self, block: nn.Module) -> list[Tensor]:
+        """Compute the outputs of a block on the inputs that it waits with."""
+        assert self.call is not None
+        call = _copied(self.call)
+        with activated(self.ranks):
+            found = tensors_in(block(*call.args, **call.kwargs))
+        return [output for output in found if output.is_floating_point()]
 
 
-@dataclass
-class _Pair:
-    """Sums over a layer's inputs in the original, x, and in the cut model, x̃, for each group."""
-
-    both: Tensor  # Σ x·x̃ᵀ (groups, n, n)
-    cut: Tensor  # Σ x̃·x̃ᵀ
-    mean: Tensor  # Σ x (groups, n), later the mean
-    cut_mean: Tensor
-    count: int
-
-    @classmethod
-    def measure(
-        cls,
-        original: nn.Module,
-        model: nn.Module,
-        name: str,
-        data: Iterable[Any],
-        sizes: Iterable[Mapping[str, int]],
-    ) -> _Pair:
-        layer = model.get_submodule(name)
-        assert isinstance(layer, LowRank)
-        n, device = layer.matrix_shape[1], layer.u.device
-        square = torch.zeros(2, layer.groups, n, n, dtype=torch.float64, device=device)
-        line = torch.zeros(2, layer.groups, n, dtype=torch.float64, device=device)
-        pair = cls(square[0], square[1], line[0], line[1], 0)
-        for inputs in data:
-            x = _inputs_at(original, name, inputs)
-            for ranks in sizes:
-                with at_ranks(model, ranks):
-                    cut = _inputs_at(model, name, inputs)
-                for rows, cut_rows in zip(layer.input_rows(x), layer.input_rows(cut), strict=True):
-                    pair._add(torch.stack([*rows]).float(), torch.stack([*cut_rows]).float())
-        pair.mean /= pair.count
-        pair.cut_mean /= pair.count
-        return pair
-
-    def _add(self, rows: Tensor, cut: Tensor) -> None:
-        self.both += rows.mT @ cut
-        self.cut += cut.mT @ cut
-        self.mean += rows.sum(1)
-        self.cut_mean += cut.sum(1)
-        self.count += rows.shape[1]
-
-    def moments(self, *, centered: bool) -> tuple[Tensor, Tensor]:
-        """Return E[x·x̃ᵀ] and E[x̃·x̃ᵀ], centered at the means on request."""
-        both, cut = self.both / self.count, self.cut / self.count
-        if centered:
-            both = both - self.mean[:, :, None] * self.cut_mean[:, None]
-            cut = cut - self.cut_mean[:, :, None] * self.cut_mean[:, None]
-        return both, cut
+_CURRENT: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("run", default=None)
 
 
-def _fit(
-    model: nn.Module, original: nn.Module, name: str, pair: _Pair, calibration: Calibration | None
-) -> None:
-    layer, dense = model.get_submodule(name), original.get_submodule(name)
-    assert isinstance(layer, LowRank)
-    weight, bias = dense.weight, dense._parameters.get("bias")
-    assert isinstance(weight, Tensor)
-    matrices = layer.to_matrices(weight).double()
-    both, cut = pair.moments(centered=bias is not None)
-    ridge = torch.eye(cut.shape[1], dtype=cut.dtype, device=cut.device)
-    ridge = ridge * (_RIDGE * cut.diagonal(dim1=1, dim2=2).mean()).clamp_min(1e-12)
-    regression = torch.linalg.solve(cut + ridge, (matrices @ (both + ridge)).mT).mT
-    seen = None if calibration is None else calibration.moments.get(name)
-    outputs = None if seen is None else seen.outputs
-    layer._set_matrices(*whitened_factors(regression, layer.rank, cut, outputs))
-    if bias is not None and layer.bias is not None:
-        now = layer.to_matrices(layer.weight).double()
-        moved = matrices @ pair.mean[:, :, None] - now @ pair.cut_mean[:, :, None]
-        layer.bias.copy_(bias + moved.flatten().to(bias.dtype))
+@contextmanager
+def _stopping_at(stops: Mapping[nn.Module, str]) -> Iterator[None]:
+    """Make runs wait at some modules inside the `with` block."""
+
+    def wait(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if (run := _CURRENT.get()) is not None:
+            run.wait(name, ModelInputs(args, kwargs))
+
+    with ExitStack() as hooks:
+        for module, name in stops.items():
+            hook = functools.partial(wait, name)
+            hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+@contextmanager
+def _without_caches(*models: nn.Module) -> Iterator[None]:
+    """Keep transformers models from caching keys and values, which a second call would extend."""
+    configs: dict[int, Any] = {
+        id(config): config
+        for model in models
+        for module in model.modules()
+        if getattr(config := getattr(module, "config", None), "use_cache", None)
+    }
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+def _copied(call: ModelInputs) -> ModelInputs:
+    """Return a copy of a call, so that a block that changes its inputs can be called again."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+    return ModelInputs(*tree_map(copied, (call.args, call.kwargs)))
+
+
+# -- the training of a block -----------------------------------------------------------------------
+
+_Pair: TypeAlias = "tuple[_Run, _Run]"
+"""Runs of the cut model and of the original on the same batch."""
+
+
+@torch.enable_grad()
+def _train(
+    model: nn.Module, block: nn.Module, original: nn.Module, pairs: Sequence[_Pair], steps: int
+) -> dict[str, Tensor]:
+    """Train a block in place; return its state, nothing if its outputs did not come closer."""
+    for target in dict.fromkeys(target for _, target in pairs):
+        with torch.no_grad():
+            target.outputs = target.compute(original)
+    parameters = _trained(model, block)
+    if not parameters or not pairs or not _distance(block, pairs[0]).requires_grad:
+        return {}
+    trained, held_out = hold_out([*pairs])
+    former, before = copy.deepcopy(block.state_dict()), _mean_distance(block, held_out)
+    rates = [_LR * _size(parameter) for parameter in parameters]
+    optimizer = Adam([{"params": [p]} for p in parameters])
+    schedule = cosine(steps, warmup=_WARM_UP)
+    generator, order = torch.Generator().manual_seed(0), list[int]()
+    for step in range(steps):
+        order = order or torch.randperm(len(trained), generator=generator).tolist()
+        distance = _distance(block, trained[order.pop()])
+        gradients = torch.autograd.grad(distance, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * schedule(step)
+        optimizer.step()
+    optimizer.zero_grad()
+    if _mean_distance(block, held_out) < before:
+        return block.state_dict()
+    block.load_state_dict(former)
+    return {}
+
+
+def _trained(model: nn.Module, block: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable parameters that a block alone has."""
+    inside = set(block.modules())
+    outside = [module for module in model.modules() if module not in inside]
+    outside += [module.embedding for module in outside if isinstance(module, SharedHead)]
+    others = {id(p) for module in outside for p in module.parameters(recurse=False)}
+    return [p for p in block.parameters() if p.requires_grad and id(p) not in others]
+
+
+def _size(parameter: Tensor) -> float:
+    """Return the root mean square of a parameter, at least a small one for biases of zero."""
+    return max(_SMALLEST, float(parameter.detach().square().mean().sqrt()))
+
+
+@torch.no_grad()
+def _mean_distance(block: nn.Module, pairs: Sequence[_Pair]) -> float:
+    return sum(float(_distance(block, pair)) for pair in pairs) / len(pairs)
+
+
+def _distance(block: nn.Module, pair: _Pair) -> Tensor:
+    """Return the distance of a block's outputs from the original's, relative to their size."""
+    run, target = pair
+    parts = [
+        (output - wanted).square().mean() / wanted.square().mean().clamp_min(1e-12)
+        for output, wanted in zip(run.compute(block), target.outputs, strict=True)
+    ]
+    return torch.stack(parts).mean() if parts else torch.zeros(())

@@ -25,6 +25,8 @@ from maestro_lod.files.digests import compute_digest
 from maestro_lod.files.stage_cache import StageCache
 from maestro_lod.layers.ranks import at_ranks, require_low_rank, resolve_for, unwrapped
 from maestro_lod.model.inputs import ModelInputs, in_mode, model_device, split_batch
+from maestro_lod.pretrained.precision import in_single_precision
+from maestro_lod.pretrained.precision import single as single_values
 from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.calibration import Batches
 from maestro_lod.sizes.outputs import SoftLoss, soft_loss_for, values_loss
@@ -162,7 +164,7 @@ class Distillation:
         before, former = loss.measure(measured, training.sizes), _Weights(student)
         training.note(measured)
         inputs = _endless_inputs(batches)
-        with loss.attached(several=self.sizes != "only"), _in_single_precision(student):
+        with loss.attached(several=self.sizes != "only"), in_single_precision(student):
             training.resume(inputs)
             for batch in itertools.islice(inputs, self.steps - len(training.losses)):
                 training.step(batch, *loss.on(batch, single=True))
@@ -277,7 +279,7 @@ class DistillationLoss:
         with torch.no_grad():
             target = call.call(self._teacher)
         soft_loss = self._soft_loss or soft_loss_for(target)
-        student_call = call.map_tensors(_single) if single else call
+        student_call = ModelInputs(*single_values((call.args, call.kwargs))) if single else call
 
         def loss(output: Any) -> Tensor:
             return soft_loss(output, target) + self._hidden_loss()
@@ -289,25 +291,6 @@ class DistillationLoss:
             values_loss(self._outputs[self._student, name], self._outputs[self._teacher, name])
             for name in self._hidden
         ) / max(1, len(self._hidden))
-
-
-@contextmanager
-def _in_single_precision(model: nn.Module) -> Iterator[None]:
-    """Convert half precision to float32 inside, so that small steps are not rounded to zero."""
-    tensors = [*model.parameters(), *model.buffers()]
-    before = [tensor.dtype for tensor in tensors]
-    for tensor in tensors:
-        tensor.data = _single(tensor.data)
-    try:
-        yield
-    finally:
-        for tensor, dtype in zip(tensors, before, strict=True):
-            tensor.data = tensor.data.to(dtype)
-
-
-def _single(tensor: Tensor) -> Tensor:
-    """Return a tensor in at least float32, or unchanged."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _endless_inputs(data: Iterable[Any]) -> Iterator[Any]:

@@ -2,30 +2,27 @@
 
 Calibration knows the error of a layer's outputs with its first k ranks for every k. Small errors
 add up over layers, so `Allocation` computes the best ranks within a limit. The result is an
-estimate; with an objective several allocations are measured, and the best one is returned.
+estimate; with an objective the effect of each layer on the model is measured instead.
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from maestro_lod.errors import OptionError
-from maestro_lod.layers.ranks import require_low_rank, unwrapped
+from maestro_lod.layers.ranks import ranks, require_low_rank, unwrapped
 from maestro_lod.model.cost import Costs
 from maestro_lod.model.inputs import Objective
 from maestro_lod.model.limits import require_limits
 from maestro_lod.sizes.allocation import Allocation
 from maestro_lod.sizes.calibration import Calibration
-from maestro_lod.sizes.frontier_search import frontier
+from maestro_lod.sizes.measured_allocation import measure_losses, nested_ranks
 
 _MOST_RANKS = 256  # the most ranks of a layer that are considered, evenly spaced
-_EXPONENTS = (1.0, 0.75, 0.5)
-"""The exponents of layers' total energies in the measured allocations: 1 is the estimate; smaller
-ones reduce differences between layers, since errors of many layers do not exactly add up."""
 
 
 def choose_ranks(
@@ -42,8 +39,8 @@ def choose_ranks(
         calibration: The result of `calibrate` with which it was decomposed. With a loss it weights
             layers by their effect on that loss; without one all layers count the same.
         max_params: The most parameters: an int is a count, a float a share of the dense model's.
-        objective: `objective(model)`, as for `frontier`. With it several allocations are measured,
-            and the best one is returned.
+        objective: `objective(model)`, as for `frontier`. With it the loss is measured with each
+            layer cut to a few ranks, one layer at a time.
 
     Returns:
         The rank of each low-rank layer.
@@ -60,17 +57,53 @@ def choose_ranks(
         >>> small = lod.extract(model, ranks)
     """
     model = unwrapped(model)
-    layers = require_low_rank(model)
-    costs, energies = Costs(model, None), rank_energies(layers, calibration)
+    layers, costs = require_low_rank(model), Costs(model, None)
+    limit = limit_on_params(max_params, costs)
+    energies = rank_energies(layers, calibration)
+    if objective is not None:
+        return ranks_by_losses(model, measure_losses(model, objective, energies), [limit])[limit]
     stored = {name: energies[name][: layer.rank] for name, layer in layers.items()}
-    chosen = [
-        ranks_within(max_params, costs, stored, exponent)
-        for exponent in (_EXPONENTS if objective else _EXPONENTS[:1])
-    ]
-    if objective is None or chosen.count(chosen[0]) == len(chosen):
-        return chosen[0]
-    measured = frontier(model, objective, ranks=chosen, cost="params").points[1:]
-    return dict(min(measured, key=lambda point: point.loss).ranks)
+    total = float(sum(energy.sum() for energy in stored.values())) or 1.0
+    chosen = Allocation(
+        {name: _lost(energy / total) for name, energy in stored.items()},
+        {name: _choice(layer.rank) for name, layer in layers.items()},
+        lambda name, rank: costs.layer(name, rank).params,
+        most=limit,
+        rest=costs.rest.params,
+    ).within(limit)
+    return _reached(chosen, limit, costs)
+
+
+def ranks_by_losses(
+    model: nn.Module, losses: Mapping[str, Tensor], limits: Sequence[int]
+) -> dict[int, dict[str, int]]:
+    """Return the ranks for each limit on the parameters, by measured losses.
+
+    Raises:
+        OptionError: If a limit cannot be reached.
+    """
+    costs = Costs(model, None, copied=False)
+    choices = {name: range(min(1, rank), rank + 1) for name, rank in ranks(model).items()}
+    found = nested_ranks(model, costs, losses, limits, choices=choices)
+    return {limit: _reached(of, limit, costs) for limit, of in found.items()}
+
+
+def limit_on_params(max_params: float, costs: Costs) -> int:
+    """Return the most parameters as a count; a float is a share of the dense model's."""
+    require_limits({"max_params": max_params})
+    share = not isinstance(max_params, numbers.Integral)
+    return int(max_params * costs.dense.params if share else max_params)
+
+
+def _reached(found: dict[str, int], limit: int, costs: Costs) -> dict[str, int]:
+    """Return ranks that meet a limit; raise OptionError if they do not."""
+    if (params := costs.at(found).params) > limit:
+        raise OptionError(
+            f"max_params={limit} cannot be reached: {costs.rest.params} parameters are outside of "
+            f"the low-rank layers, and {params} remain at the smallest ranks. Give a larger limit, "
+            "or decompose more layers (an embedding that is tied to the head: tied='share')."
+        )
+    return found
 
 
 def rank_energies(layers: Mapping[str, nn.Module], calibration: Calibration) -> dict[str, Tensor]:
@@ -86,34 +119,6 @@ def rank_energies(layers: Mapping[str, nn.Module], calibration: Calibration) -> 
             energy = energy / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)
         by_layer[name] = energy
     return by_layer
-
-
-def ranks_within(
-    max_params: float, costs: Costs, energies: Mapping[str, Tensor], exponent: float = 1.0
-) -> dict[str, int]:
-    """Return the ranks within a limit whose missing energies have the least sum."""
-    require_limits({"max_params": max_params})
-    share = not isinstance(max_params, numbers.Integral)
-    limit = int(max_params * costs.dense.params if share else max_params)
-    scaled = {
-        name: energy * float(energy.sum()) ** (exponent - 1.0) if energy.any() else energy
-        for name, energy in energies.items()
-    }
-    total = float(sum(energy.sum() for energy in scaled.values())) or 1.0
-    ranks = Allocation(
-        {name: _lost(energy / total) for name, energy in scaled.items()},
-        {name: _choice(len(energy)) for name, energy in energies.items()},
-        lambda name, rank: costs.layer(name, rank).params,
-        most=limit,
-        rest=costs.rest.params,
-    ).within(limit)
-    if (params := costs.at(ranks).params) > limit:
-        raise OptionError(
-            f"max_params={limit} cannot be reached: {costs.rest.params} parameters are outside of "
-            f"the low-rank layers, and {params} remain at the smallest ranks. Give a larger limit, "
-            "or decompose more layers (an embedding that is tied to the head: tied='share')."
-        )
-    return ranks
 
 
 def _lost(energy: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import activated, require_low_rank
 from maestro_lod.model.cost import Costs
 from maestro_lod.model.inputs import Objective, require_number
+from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.allocation import Allocation, rank_choices
 from maestro_lod.sizes.replay import alone_with
 
@@ -33,13 +34,20 @@ CostKind = Literal["params", "macs"]
 _SHARES = (0.04, 0.1, 0.22, 0.45, 0.8)
 """Ranks at which a layer is measured, relative to the largest at which its factors save parameters.
 """
+FEW_SHARES = (0.1, 0.3, 0.7)
+"""The same for large models; more samples are worth more than more ranks."""
 _MOST_RANKS = 256  # of a layer that an allocation chooses from
 _LEAST, _MOST = 1e-9, 1e6  # of a loss: below is rounding, above is a model that is broken
 
 
 @torch.no_grad()
 def measure_losses(
-    model: nn.Module, objective: Objective, energies: Mapping[str, Tensor]
+    model: nn.Module,
+    objective: Objective,
+    energies: Mapping[str, Tensor],
+    *,
+    shares: Sequence[float] = _SHARES,
+    on_progress: OnProgress = lambda done, total, note: None,
 ) -> dict[str, Tensor]:
     """Return the loss that each layer of a model adds if it alone keeps 0, 1, … ranks.
 
@@ -48,6 +56,9 @@ def measure_losses(
         objective: `objective(model)`: the loss on fixed batches, at active ranks; called without
             gradients and dropout, and with norms that use the statistics of the batch.
         energies: What each rank of a layer contributes to its outputs, by name of the layer.
+        shares: Ranks at which a layer is measured, relative to the largest one that saves
+            parameters.
+        on_progress: `on_progress(done, total, note)` gets the number of layers that are done.
     """
     layers = require_low_rank(model)
     with alone_with(model):
@@ -58,26 +69,26 @@ def measure_losses(
                 value = require_number(objective(model), "objective") - whole
             return value if math.isfinite(value) else _MOST
 
-        return {
-            name: _curve(
-                energies[name][: layer.rank], _measured_ranks(layer), partial(added, layer)
-            )
-            for name, layer in layers.items()
-        }
+        curves = {}
+        for name, layer in layers.items():
+            at = _measured_ranks(layer, shares)
+            curves[name] = _curve(energies[name][: layer.rank], at, partial(added, layer))
+            on_progress(len(curves), len(layers), "measuring")
+        return curves
 
 
 def count_measurements(model: nn.Module) -> int:
     """Return how often `measure_losses` evaluates the loss of a model."""
     layers = require_low_rank(model).values()
-    return 1 + sum(len(_measured_ranks(layer)) for layer in layers)
+    return 1 + sum(len(_measured_ranks(layer, _SHARES)) for layer in layers)
 
 
-def _measured_ranks(layer: LowRank) -> list[int]:
+def _measured_ranks(layer: LowRank, shares: Sequence[float]) -> list[int]:
     """Return the ranks at which a layer is measured; 0 tells what there is to lose."""
     if not layer.rank:
         return []
     most = max(1, min(layer.rank, layer.break_even))
-    return sorted({0, *(max(1, round(share * most)) for share in _SHARES)} - {layer.rank})
+    return sorted({0, *(max(1, round(share * most)) for share in shares)} - {layer.rank})
 
 
 def _curve(energy: Tensor, at: Sequence[int], added: Callable[[int], float]) -> Tensor:

@@ -27,8 +27,10 @@ from maestro_lod.deploy.export import export
 from maestro_lod.errors import DataError, OptionError, listed, suggest
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.checkpoint import save, save_plain
+from maestro_lod.model.cost import count_params
+from maestro_lod.model.frontier import Frontier
 from maestro_lod.model.inputs import ModelInputs, split_batch
-from maestro_lod.model.surgery import fuse
+from maestro_lod.model.surgery import extract, fuse
 from maestro_lod.model.survey import Tied
 from maestro_lod.pretrained import compression, distillation
 from maestro_lod.progress import OnProgress, ProgressLine, progress_enabled
@@ -73,7 +75,12 @@ Steps = Annotated[
 def compress(
     source: Source,
     out: NewDirectory,
-    max_params: Annotated[str, typer.Option(help="A share of the model (0.5), or a count.")],
+    max_params: Annotated[
+        str | None, typer.Option(help="A share of the model (0.5), or a count.")
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Several such sizes instead: 0.9,0.7,0.5.")
+    ] = None,
     data: OwnData = None,
     to: Formats = None,
     int8: Int8 = False,
@@ -88,16 +95,22 @@ def compress(
     For a transformers directory it writes a complete one, with tokenizer and model card: the model
     with all smaller sizes in it, which transformers loads after `import maestro_lod`. With --to
     dense it writes merged weights of the original's size, which load everywhere; with --to onnx
-    also a file that needs no library. Finished stages are kept in OUT.unfinished until all is
-    written: after a kill, the same command resumes there.
+    also a file that needs no library. With --sizes the model is corrected for all of them, and
+    frontier.json lists them: lod.from_pretrained(OUT, max_params=0.5). Finished stages are kept in
+    OUT.unfinished until all is written: after a kill, the same command resumes there.
 
     Examples:
       lod compress ./MiniLM --data sentences.txt --max-params 0.7 --out small
 
       lod compress ./llama --data stories.jsonl --max-params 0.5 --distill-steps 500 --out small
+
+      lod compress ./llama --data stories.jsonl --sizes 0.9,0.7,0.5 --out sizes
     """
     formats = _require_formats(to, int8)
-    limit = parse_size(max_params, "--max-params")
+    if (max_params is None) == (sizes is None):
+        raise OptionError("give one of --max-params and --sizes.")
+    limit = None if max_params is None else parse_size(max_params, "--max-params")
+    limits = None if sizes is None else [parse_size(s, "--sizes") for s in sizes.split(",")]
     with unfinished(out) as work:
         model, inputs, quality, scores = _opened(source, data, batches)
         directory = Path(source) if Path(source).is_dir() else None
@@ -107,6 +120,7 @@ def compress(
                 model,
                 inputs,
                 max_params=limit,
+                sizes=limits,
                 tied=tied,
                 correct=not no_correction,
                 distill_steps=distill_steps,
@@ -118,7 +132,7 @@ def compress(
         measured = quality.compare()
 
         def write(place: Path) -> None:
-            _write(model, place, formats, inputs, int8)
+            _write(model, place, formats, inputs, int8, done.frontier if limits else None)
             if directory is not None:
                 complete = _extra("maestro_lod.integrations.directory_files").complete_directory
                 left_out = complete(
@@ -173,6 +187,22 @@ def distill(
 
         work.write(write)
     say(f"{done}\nwritten to {out}")
+
+
+def deploy_directory(directory: Path, out: Path, max_params: str | None) -> None:
+    """Write one size of a compressed transformers directory as plain layers."""
+    limit = None if max_params is None else parse_size(max_params, "--max-params")
+    saved = _extra("maestro_lod.integrations.huggingface")
+    with unfinished(out) as work:
+        plain = extract(saved.from_pretrained(directory, max_params=limit))
+
+        def write(place: Path) -> None:
+            saved.save_pretrained(plain, place)
+            _extra("maestro_lod.integrations.directory_files").complete_directory(place, directory)
+            (place / "frontier.json").unlink(missing_ok=True)  # of the sizes that are left out
+
+        work.write(write)
+    say(f"{count_params(plain):,} parameters\nwritten to {out}")
 
 
 def _require_formats(to: list[str] | None, int8: bool) -> list[str]:
@@ -267,18 +297,27 @@ def _quality(model: nn.Module, inputs: list[Any]) -> dict[str, float]:
     return {} if perplexity is None else {"perplexity": perplexity}
 
 
-def _write(model: nn.Module, out: Path, formats: list[str], inputs: list[Any], int8: bool) -> None:
+def _write(
+    model: nn.Module,
+    out: Path,
+    formats: list[str],
+    inputs: list[Any],
+    int8: bool,
+    sizes: Frontier | None,
+) -> None:
     if "onnx" in formats:
         first = split_batch(inputs[0])[0]
         call = ModelInputs.wrap(first)
         export(model, out / "model.onnx", example=call)
         if int8:
             export(model, out / "model.int8.onnx", example=call, quantize="int8")
+    if sizes is not None:
+        sizes.save(out / "frontier.json")
     of_transformers = hasattr(model, "config") and hasattr(model, "save_pretrained")
     if "dense" not in formats and of_transformers:
         _extra("maestro_lod.integrations.huggingface").save_pretrained(model, out)
     elif "dense" not in formats:
-        save(model, out / "model.safetensors")
+        save(model, out / "model.safetensors", frontier=sizes)
     else:
         dense: Any = fuse(model, by=dict.fromkeys(low_rank_layers(model), "dense"))
         if of_transformers:

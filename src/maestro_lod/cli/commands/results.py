@@ -11,6 +11,7 @@ import typer
 
 from maestro_lod.cli.bench import bench as compare
 from maestro_lod.cli.commands import options
+from maestro_lod.cli.commands.compressing import deploy_directory
 from maestro_lod.cli.recipe import load_recipe
 from maestro_lod.cli.recipe_files import recipe_names
 from maestro_lod.cli.report import write_report
@@ -133,7 +134,21 @@ def deploy(
       lod deploy runs/digits --max-params 10% --to onnx --to pt2 --int8 --out watch
 
       lod deploy runs/digits --max-macs 25% --finetune-epochs 1 --out phone
+
+    For a transformers directory of lod compress it writes another one, of the size within
+    --max-params alone and without low-rank layers:
+      lod deploy sizes --max-params 0.7 --out small
     """
+    if (directory / "config.json").is_file():
+        others = (to, max_macs, max_bytes, max_latency, min_accuracy, multiple, int8 or None,
+                  finetune_epochs or None, prefer_speed or None)  # fmt: skip
+        if any(option is not None for option in others):
+            raise OptionError(
+                f"{directory} is a transformers directory, of which only --max-params and --out "
+                "can be used. Leave the other options out."
+            )
+        deploy_directory(directory, out, max_params)
+        return
     formats = [*dict.fromkeys(to or ["onnx"])]
     counts = {"max_params": max_params, "max_macs": max_macs, "max_bytes": max_bytes}
     limits: dict[str, float | None] = {
