@@ -226,7 +226,7 @@ class _Stages:
         )  # fmt: skip
         self._costs = Costs(self._whole, None, copied=False)
         counts = [limit_on_params(limit, self._costs) for limit in limits]
-        found = ranks_by_losses(self._whole, losses, counts)
+        found = ranks_by_losses(self._whole, self._costs, losses, counts)
         self._cut_names = {
             name
             for ranks in found.values()

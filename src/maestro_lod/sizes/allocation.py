@@ -63,14 +63,16 @@ class Allocation:
     def _grains(self, name: str, rank: int) -> int:
         return math.ceil(self._cost_of(name, rank) / self._grain)
 
-    def within(self, limit: int) -> dict[str, int]:
-        """Return the best ranks within a limit, preferably those that use nearly all of it.
+    def within(self, limit: int, *, full: float = _FULL) -> dict[str, int]:
+        """Return the best ranks within a limit; if none are, the cheapest ones.
 
-        If no ranks are within the limit, return the cheapest ones.
+        Args:
+            limit: The most that the model may cost.
+            full: The share of the limit that it should cost if possible.
         """
         least = self._least[: max(0, limit - self._rest) // self._grain + 1]
-        full = max(0, math.ceil((_FULL * limit - self._rest) / self._grain))
-        place = full + int(least[full:].argmin()) if full < len(least) else 0
+        first = max(0, math.ceil((full * limit - self._rest) / self._grain))
+        place = first + int(least[first:].argmin()) if first < len(least) else 0
         if not bool(least[place].isfinite()):
             place = int(least.argmin())
         if not bool(least[place].isfinite()):

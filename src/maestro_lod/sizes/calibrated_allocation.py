@@ -61,7 +61,8 @@ def choose_ranks(
     limit = limit_on_params(max_params, costs)
     energies = rank_energies(layers, calibration)
     if objective is not None:
-        return ranks_by_losses(model, measure_losses(model, objective, energies), [limit])[limit]
+        losses = measure_losses(model, objective, energies)
+        return ranks_by_losses(model, costs, losses, [limit])[limit]
     stored = {name: energies[name][: layer.rank] for name, layer in layers.items()}
     total = float(sum(energy.sum() for energy in stored.values())) or 1.0
     chosen = Allocation(
@@ -75,14 +76,13 @@ def choose_ranks(
 
 
 def ranks_by_losses(
-    model: nn.Module, losses: Mapping[str, Tensor], limits: Sequence[int]
+    model: nn.Module, costs: Costs, losses: Mapping[str, Tensor], limits: Sequence[int]
 ) -> dict[int, dict[str, int]]:
     """Return the ranks for each limit on the parameters, by measured losses.
 
     Raises:
         OptionError: If a limit cannot be reached.
     """
-    costs = Costs(model, None, copied=False)
     choices = {name: range(min(1, rank), rank + 1) for name, rank in ranks(model).items()}
     found = nested_ranks(model, costs, losses, limits, choices=choices)
     return {limit: _reached(of, limit, costs) for limit, of in found.items()}

@@ -7,7 +7,8 @@ ranks the loss follows the calibrated curve.
 
 `Allocation` minimizes the sum of losses for one size after the other. The smallest size comes
 first, because it has the fewest ranks to choose from; each larger one has at least its ranks in
-every layer.
+every layer. Only then are ranks added that seem to lose nothing, until the sizes are as large as
+asked for: the largest size comes first, and each smaller one has at most its ranks.
 """
 
 from __future__ import annotations
@@ -145,17 +146,24 @@ def nested_ranks(
     """
     all_choices = rank_choices(model) if choices is None else choices
     allowed: dict[str, Sequence[int]] = {n: _thinned(each) for n, each in all_choices.items()}
-    found: dict[int, dict[str, int]] = {}
-    for limit in sorted(set(limits)):
-        ranks = Allocation(
+
+    def best(limit: int, chosen: Mapping[str, Sequence[int]], **options: float) -> dict[str, int]:
+        return Allocation(
             losses,
-            allowed,
+            chosen,
             lambda name, rank: int(getattr(costs.layer(name, rank), cost)),
             most=limit,
             rest=int(getattr(costs.rest, cost)),
-        ).within(limit)
-        found[limit] = ranks
-        allowed = {name: [r for r in each if r >= ranks[name]] for name, each in allowed.items()}
+        ).within(limit, **options)
+
+    found: dict[int, dict[str, int]] = {}
+    for limit in sorted(set(limits)):
+        least = found[limit] = best(limit, allowed, full=0.0)
+        allowed = {name: [r for r in each if r >= least[name]] for name, each in allowed.items()}
+    most = {name: each[-1] for name, each in all_choices.items()}
+    for limit in sorted(found, reverse=True):
+        between = {name: range(rank, most[name] + 1) for name, rank in found[limit].items()}
+        most = found[limit] = best(limit, {n: _thinned(each) for n, each in between.items()})
     return found
 
 
