@@ -114,7 +114,6 @@ class Driver:
             soft_loss: SoftLoss | None = options.pop("soft_loss", None)
             assert find_steps is not None
             self._steps = find_steps(soft_loss)
-            options.setdefault("example", self._steps.example)
             plan = replace(plan, batches=self._steps, loss=self._steps.loss)
         lod = self._method(model, optimizer, **options)
         saved, self._saved, self._epoch_open = self._saved, None, False
