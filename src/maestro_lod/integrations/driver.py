@@ -154,7 +154,7 @@ class Driver:
         Args:
             loss: The loss that the trainer has computed.
             seen: The outputs of the step.
-            scale: What the trainer has multiplied the mean over the batch with.
+            scale: The factor by which the trainer has multiplied the mean over the batch.
         """
         if not isinstance(self.lod, Elastic) or self.lod.phase == "whole" or self._steps is None:
             return loss
