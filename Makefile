@@ -20,7 +20,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[cli]'
 	touch $@
 
-demo: $(VENV)/.demo  ## train a LeNet to a quarter of its size, cut every size, deploy one (half a minute)
+demo: $(VENV)/.demo  ## train an MLP for every size, deploy one, compare it with the dense model (half a minute)
 	rm -rf demo
 	$(BIN)/lod demo
 

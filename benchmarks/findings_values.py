@@ -437,8 +437,8 @@ def on_budget(model: nn.Module, params: float) -> Any:
     import maestro_lod
 
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    if hasattr(maestro_lod, "BudgetTraining"):
-        return maestro_lod.BudgetTraining(model, optimizer, params=params)
+    if hasattr(maestro_lod, "Elastic"):
+        return maestro_lod.Elastic(model, optimizer, sizes=[params])
     return maestro_lod.LoD(model, optimizer, penalty=of(*BUDGETS)(params=params))
 
 

@@ -22,7 +22,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from same_losses_runs import compress, method
+from same_losses_runs import compress
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -130,15 +130,6 @@ def walks() -> dict[str, dict[str, int]]:
         small = take("extract", lambda: lod.extract(loaded))
         take("export to .pt2", lambda: lod.export(small, folder / "small.pt2", example=x[:1]))
 
-        model = lod.decompose(_model())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        budget = {"params": 0.4, "steps": 3}
-        train = take(
-            "a budget's method", lambda: method(model, optimizer, budget=budget, example=x[:1])
-        )
-        for name in ("first step", "", "step that reaches it", "", "step afterwards"):
-            take(f"a budget's {name}", lambda: _step(model, train, optimizer))
-        del found["a budget's "]
         dense, batches = _model(), _batches(4)
         take("compress", lambda: compress(dense, batches, correct=True, steps=0))
         arguments = ["train", "digits", "--set", "budget.params=25%", "--set", "epochs=3"]

@@ -18,6 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "output.md"
+START, END = "<!-- benchmarks/outputs.py -->\n", "<!-- end -->\n"
+_PROGRESS = re.compile(r"(searching sizes|decompose|deploy|measuring): ")
+DEMO = "lod demo --out demo"
 FEW = "--set epochs=4 --set optimizer=adam --set optimizer.lr=0.003 --set threads=1"
 COMMANDS = (
     "lod --version",
@@ -36,7 +39,7 @@ COMMANDS = (
     "lod compress llama --data texts.txt --max-params 80% --batches 2 --out small",
     "lod distill small --teacher llama --data texts.txt --steps 4 --batches 2 --out distilled",
     "lod train digts",
-    "lod demo --out demo",
+    DEMO,
 )
 HEAD = """# Output of every command
 
@@ -63,6 +66,16 @@ def _environment(place: Path) -> dict[str, str]:
     return os.environ | own | {"PYTHONUNBUFFERED": "1"}
 
 
+def show_demo(text: str) -> None:
+    """Write what the demo says about deployed sizes into the README and the quickstart."""
+    lines = text[text.index("$ lod deploy") :].splitlines()
+    said = [line for line in lines if not _PROGRESS.match(line)]
+    block = "\n".join(["```text", *said, "```", ""])
+    for page in (ROOT / "README.md", ROOT / "docs" / "quickstart.md"):
+        head, rest = page.read_text().split(START)
+        page.write_text(head + START + block + END + rest.split(END, 1)[1])
+
+
 def main() -> None:
     sys.path.insert(0, str(ROOT))
     from tests.support.directories import write_llama
@@ -75,6 +88,8 @@ def main() -> None:
         for command in COMMANDS:
             text = said(command, place).replace(str(ROOT), "/path/to/the/checkout")
             parts.append(f"```text\n$ {command}\n{text}\n```\n")
+            if command == DEMO:
+                show_demo(text)
     PAGE.write_text("\n".join(parts))
 
 

@@ -68,29 +68,6 @@ def one_of(*places: str) -> Any:
     raise LookupError(f"none of these exists: {', '.join(places)}")
 
 
-def method(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    budget: Mapping[str, Any] | None = None,
-    elastic: float | None = None,
-    **others: Any,
-) -> Any:
-    """Make the method that a description asks for: λ by default, a budget, or every size."""
-    if budget is not None:
-        kind = one_of(":BudgetTraining", ":Budget", "train.budget:BudgetTraining")
-        if hasattr(kind, "backward"):
-            others.pop("seed", None)  # nothing is drawn
-            return kind(model, optimizer, **budget, **others)
-        return lod.LoD(model, optimizer, penalty=kind(**budget), **others)
-    if elastic is not None:
-        kind = one_of(":ElasticTraining", ":Elastic", "train.elastic:Elastic")
-        if hasattr(kind, "backward"):
-            return kind(model, optimizer, smallest=elastic, **others)
-        return lod.LoD(model, optimizer, sampling=kind(elastic), **others)
-    return lod.LoD(model, optimizer, **others)
-
-
 def compress(model: nn.Module, batches: Batches, *, correct: bool, steps: int) -> None:
     """Cut a model to seven tenths."""
     function = one_of(
@@ -352,28 +329,22 @@ def trained(
     if warm_up:
         schedule = LambdaLR(by, lambda step: min(1.0, (step + 1) / warm_up))
     lod.fit(
-        model, data, optimizer=by, method=method(model, by, example=data[0][0][:1], **how),
+        model, data, optimizer=by, method=lod.LoD(model, by, example=data[0][0][:1], **how),
         loss=cross_entropy, epochs=epochs, validation=data[:1], schedule=schedule, seed=1,
     )  # fmt: skip
     record.keep_model(model, extracted=extracted)
 
 
-def own_loop(record: Record, *, passes: bool = False, **how: Any) -> None:
-    """Train in a loop of one's own: with the method's passes, or with the penalty in the loss."""
+def own_loop(record: Record, **how: Any) -> None:
+    """Train in a loop of one's own, with the penalty in the loss."""
     data = images()["train"]
     model = record.model = lod.decompose(net())
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    train = method(model, optimizer, example=data[0][0][:1], **how)
+    train = lod.LoD(model, optimizer, example=data[0][0][:1], **how)
     for epoch in range(EPOCHS):
         for x, y in data:
-            if passes:
-                train.backward(lambda x=x: model(x), lambda output, y=y: cross_entropy(output, y))
-            else:
-                with train.step():
-                    loss = cross_entropy(model(x), y)
-                    if "penalty" in how:
-                        loss = loss + train.penalty_loss()
-                    loss.backward()
+            with train.step():
+                (cross_entropy(model(x), y) + train.penalty_loss()).backward()
             optimizer.step()
             optimizer.zero_grad()
         train.end_epoch(last=epoch + 1 == EPOCHS)
@@ -421,36 +392,29 @@ def searched(record: Record) -> None:
     record.said["ranks"] = lod.ranks(small)
 
 
-def _process(process: int, directory: str, how: str) -> None:
+def _process(process: int, directory: str) -> None:
     """Train as one of two processes."""
     global NOW
     plain_kernels()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    store = dist.FileStore(f"{directory}/store-{how}", 2)
+    store = dist.FileStore(f"{directory}/store", 2)
     dist.init_process_group("gloo", store=store, rank=process, world_size=2)
     NOW = record = Record(Path(directory))
     register_optimizer_step_post_hook(record.step)
     torch.manual_seed(0)
     model = record.model = lod.decompose(net())
     wrapped, optimizer = DistributedDataParallel(model), OPTIMIZERS["sgd"](model.parameters())
-    if how == "λ":
-        train = lod.LoD(wrapped, optimizer, **LAMBDA)
-        for _ in range(EPOCHS):
-            for x, y in images()["train"]:
-                x, y = (part.chunk(2)[process] for part in (x, y))
-                with train.step():
-                    cross_entropy(wrapped(x), y).backward()
-                train.add_penalty_gradients()
-                optimizer.step()
-                optimizer.zero_grad()
-            train.end_epoch()
-    else:
-        data = [(x.chunk(2)[process], y.chunk(2)[process]) for x, y in images()["train"]]
-        by = method(wrapped, optimizer, budget={"params": 0.4}, example=data[0][0][:1])
-        lod.fit(
-            wrapped, data, optimizer=optimizer, method=by, loss=cross_entropy, epochs=EPOCHS
-        )  # fmt: skip
+    train = lod.LoD(wrapped, optimizer, **LAMBDA)
+    for _ in range(EPOCHS):
+        for x, y in images()["train"]:
+            x, y = (part.chunk(2)[process] for part in (x, y))
+            with train.step():
+                cross_entropy(wrapped(x), y).backward()
+            train.add_penalty_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        train.end_epoch()
     record.note_ranks()
     if process == 0:
         lod.save(model, record.directory / "elastic.safetensors")
@@ -460,9 +424,9 @@ def _process(process: int, directory: str, how: str) -> None:
     dist.destroy_process_group()
 
 
-def two_processes(record: Record, how: str) -> None:
+def two_processes(record: Record) -> None:
     """Train in two processes by DistributedDataParallel."""
-    mp.start_processes(_process, (str(record.directory), how), nprocs=2, start_method="spawn")
+    mp.start_processes(_process, (str(record.directory),), nprocs=2, start_method="spawn")
     files = [record.directory / f"process-{process}.json" for process in range(2)]
     first, second = (json.loads(file.read_text()) for file in files)
     both = zip(first["losses"], second["losses"], strict=True)
@@ -484,9 +448,6 @@ recalibration: 2
 METHODS: dict[str, list[str]] = {
     "λ": ["penalty=0.02", "threshold=0.02"],
     "proximal": ["penalty=0.1", "proximal=true"],
-    "budget": ["budget.params=40%"],
-    "narrow budget": ["budget.params=20%"],
-    "elastic": ["elastic=0.2"],
 }
 RIVALS: dict[str, list[str]] = {
     "dense": [],
@@ -560,26 +521,18 @@ RUNS: dict[str, Callable[[Record], None]] = {
     "λ, adam": lambda r: trained(r, optimizer="adam", **LAMBDA),
     "λ, adamw": lambda r: trained(r, optimizer="adamw", **LAMBDA),
     "λ, own loop": lambda r: own_loop(r, **LAMBDA),
-    "budget, own loop": lambda r: own_loop(r, budget={"params": 0.4}),
-    "elastic, own loop": lambda r: own_loop(r, passes=True, elastic=0.2),
     "λ, warm-up": lambda r: trained(r, warm_up=12, **LAMBDA),
     "λ, several ranks a step": lambda r: trained(r, sampling="several", **LAMBDA),
     "λ, distilled": lambda r: trained(r, full_pass=True, distill=True, **LAMBDA),
     "proximal, sgd": lambda r: trained(r, **PROXIMAL),
     "proximal, adamw": lambda r: trained(r, optimizer="adamw", **(PROXIMAL | {"penalty": 2.0})),
-    "budget, sgd": lambda r: trained(r, budget={"params": 0.4}, seed=3),
-    "budget, adamw": lambda r: trained(r, optimizer="adamw", budget={"macs": 0.4}, seed=3),
-    "budget, warm-up": lambda r: trained(r, budget={"params": 0.4}, warm_up=12, seed=3),
-    "elastic, sgd": lambda r: trained(r, elastic=0.2, seed=3),
-    "elastic, adamw": lambda r: trained(r, optimizer="adamw", elastic=0.2, seed=3),
     "recurrent (LSTM)": lambda r: trained(
         r, Recurrent, values(5, 12), "adam", **(PROXIMAL | {"penalty": 2.0})
     ),
-    "recurrent (GRU), budget": lambda r: trained(
-        r, lambda: Recurrent(nn.GRU), values(5, 12), "adam", budget={"params": 0.5}, seed=3
+    "recurrent (GRU)": lambda r: trained(
+        r, lambda: Recurrent(nn.GRU), values(5, 12), "adam", **LAMBDA
     ),
     "attention": lambda r: trained(r, Attending, values(5, 16), "adam", **LAMBDA),
-    "attention, elastic": lambda r: trained(r, Attending, values(5, 16), "adam", elastic=0.3),
     "transposed convolution": lambda r: trained(r, upsampling, values(4, 9), "adam", **LAMBDA),
     "embedding": lambda r: trained(r, Words, ids(60, 6), "adam", **LAMBDA),
     "experts": lambda r: trained(r, Experts, ids(32, 6), "adam", epochs=3, **LAMBDA),
@@ -592,14 +545,12 @@ RUNS: dict[str, Callable[[Record], None]] = {
     **{
         f"recipe: {k}": lambda r, c=[f"method={k}", *v]: recipe_run(r, c) for k, v in RIVALS.items()
     },
-    "two processes, λ": lambda r: two_processes(r, "λ"),
-    "two processes, budget": lambda r: two_processes(r, "budget"),
+    "two processes, λ": two_processes,
 }
 
 # -- Files of the older version --------------------------------------------------------------------
 
-STOPPED_AFTER = {"early": 5, "halfway": 20}
-"""Optimizer steps; a budget of 36 steps lands after 11 of them."""
+STOPPED_AFTER = 20  # optimizer steps
 
 
 @dataclass(frozen=True)
@@ -636,8 +587,8 @@ def undisturbed(record: Record, how: str, steps: int) -> None:
     record.losses = record.losses[steps:]
 
 
-def of_run(how: str, when: str) -> Files:
-    steps = STOPPED_AFTER[when]
+def of_run(how: str) -> Files:
+    steps = STOPPED_AFTER
     return Files(
         lambda directory: make_stopped(directory, how, steps),
         resumed,
@@ -698,7 +649,7 @@ def fitted(how: Mapping[str, Any], file: Path | None = None, *, save: bool = Fal
     data = images()["train"]
     model = NOW.model = lod.decompose(net())
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    by, progress = method(model, optimizer, example=data[0][0][:1], **how), place()
+    by, progress = lod.LoD(model, optimizer, example=data[0][0][:1], **how), place()
     if file is not None and not save:
         state = load_state(file)
         model.load_state_dict(state["model"])
@@ -726,7 +677,7 @@ class _Stopping(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
-            if len(NOW.losses) == STOPPED_AFTER["halfway"]:
+            if len(NOW.losses) == STOPPED_AFTER:
                 raise _Stopped
             yield batch
 
@@ -737,7 +688,7 @@ def of_state(**how: Any) -> Files:
 
     def whole(record: Record, directory: Path) -> None:
         record.keep_model(fitted(how))
-        record.forget(STOPPED_AFTER["halfway"])
+        record.forget(STOPPED_AFTER)
 
     def stopped(directory: Path) -> None:
         fitted(how, directory / "state.safetensors", save=True)
@@ -778,16 +729,10 @@ def load_compressed(record: Record, directory: Path) -> None:
 
 
 FILES: dict[str, Files] = {
-    "files: λ run, stopped": of_run("λ", "halfway"),
-    "files: budget run, stopped before it lands": of_run("budget", "early"),
-    "files: budget run, stopped after it landed": of_run("budget", "halfway"),
-    "files: elastic run, stopped early": of_run("elastic", "early"),
-    "files: elastic run, stopped": of_run("elastic", "halfway"),
+    "files: λ run, stopped": of_run("λ"),
     "files: finished run, frontier, deployed": Files(make_finished, used),
     "files: elastic file": Files(make_elastic_file, load_elastic_file),
     "files: training state, λ": of_state(**LAMBDA),
-    "files: training state, budget": of_state(budget={"params": 0.4}, seed=3),
-    "files: training state, elastic": of_state(elastic=0.2, seed=3),
     "files: compressed directory": Files(make_compressed, load_compressed),
 }
 

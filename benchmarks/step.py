@@ -3,7 +3,7 @@
     python benchmarks/step.py [--rounds 15] [--threads 1] [--only "small VGG" …] [--compiled]
 
 A step is forward, backward, penalty, optimizer; `4 batches` accumulates the gradients of four.
-Until a budget lands, layers are trained as their dense weights: nothing is multiplied twice.
+Until ranks are ordered, layers are trained as their dense weights: nothing is multiplied twice.
 `limit` is what arithmetic alone would allow: each layer composed once per step or factored,
 whichever multiplies less, at the speed of the dense layers. `masked` is the naive way: factors of
 full size whose removed ranks are multiplied by zero. Each model is measured in turn, in one
@@ -195,11 +195,13 @@ def lod_step(
     """Train as `fit` does; `run` is the compiled form of the model, if there is one."""
     optimizer, (x, y) = case.optimizer(model), case.batch()
     run = model if run is None else run
-    train: lod.LoD | lod.BudgetTraining
+    train: lod.LoD | lod.Elastic
     if budget is None:
         train = lod.LoD(model, optimizer, penalty=PENALTY, example=x)
     else:
-        train = lod.BudgetTraining(model, optimizer, params=budget, example=x)
+        train = lod.Elastic(model, optimizer, sizes=[budget], example=x)
+        plan = lod.RunPlan(10**6, 1, batches=[(x, y)], loss=loss_of)
+        train.start(model, optimizer, plan)
 
     def one() -> None:
         train.backward(lambda: run(*x), lambda output: loss_of(output, y))

@@ -31,7 +31,7 @@ from torch import nn
 model = lod.decompose(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
 x, y = torch.randn(32, 16), torch.randint(4, (32,))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-train = lod.BudgetTraining(model, optimizer, params=0.6)
+train = lod.Elastic(model, optimizer, sizes=[0.6])
 lod.fit(model, [(x, y)] * 4, optimizer=optimizer, method=train, epochs=4)
 sizes = lod.frontier(model, lambda m: nn.functional.cross_entropy(m(x), y), example=x[:1])
 lod.save(model, "m.safetensors")

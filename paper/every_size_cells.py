@@ -1,8 +1,9 @@
-"""Cells of the comparison of sizes: what a line reaches at a size, trained once and kept.
+"""Cells of the comparison of sizes: what a line reaches at each size, trained once and stored.
 
-python -m paper.every_size_cells lenet:elastic mlp:budget:0 --runs DIR
+    python -m paper.every_size_cells lenet:elastic mlp:budget:0 --runs DIR
 
-measures lines of tasks, of all seeds or of one. What lies in the directory is not trained again.
+trains lines of tasks, for all seeds or for one. Points are stored in DIR/cells, a file for each
+line and seed; what is there is not trained again, and `python -m paper every-size` reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,104 +29,157 @@ from maestro_lod.model.cost import cost_of
 from maestro_lod.model.surgery import extract
 from maestro_lod.train.consolidation import comparison_for
 from maestro_lod.train.dense import Dense
+from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.evaluate import evaluate, evaluation_loss
-from maestro_lod.train.every_size import Elastic
 from maestro_lod.train.fit import fit
 from maestro_lod.train.schedule import milestones
 from paper.scale import Scale, Setting, row
 
 Point = dict[str, float]
+Points = dict[str, Point | None]
+"""By size, "whole" or a share of dense; None where no model of the size is possible."""
 SHARES = (0.5, 0.33, 0.25, 0.15, 0.1)
-ELASTIC, BUDGET, DISTILLED, LONG = "elastic", "one size", "narrower, distilled", "dense, as long"
 LONGER = 1.4
 """Epochs of both phases of an elastic run, relative to those of the recipe."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and for which sizes by the lines that need a training for each."""
+    """What is trained."""
 
+    title: str
     recipe: str
-    seeds: tuple[int, ...]
-    sizes: Mapping[str, tuple[float, ...]]
-    """Kind of cost -> shares of dense."""
+    seeds: tuple[int, ...] = (0,)
     changes: dict[str, Setting] = field(default_factory=dict)
     """Settings of the recipe that are others here."""
 
 
+TASKS = {
+    "lenet": Task("LeNet, 6,000 images of MNIST", "paper/lenet.yaml", (0, 1, 2)),
+    "mlp": Task("MLP, 6,000 images of MNIST", "paper/mlp.yaml", (0, 1, 2)),
+    "lstm": Task("LSTM, digits by rows", "paper/lstm.yaml", (0, 1, 2)),
+    "resnet": Task("ResNet, 5,000 images of CIFAR-10", "paper/resnet.yaml"),
+    "transformer": Task("Transformer, characters of Multi30k", "paper/transformer.yaml"),
+    "vit": Task("ViT, 6,000 images of MNIST", "paper/vit.yaml"),
+    "lenet-whole": Task(
+        "LeNet, MNIST", "paper/lenet.yaml", changes={"data__limit": 60_000}
+    ),
+    "resnet-whole": Task(
+        "ResNet, CIFAR-10", "paper/resnet.yaml", changes={"data__limit": 50_000}
+    ),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Cells:
-    """The cells of one task and seed: trained where they are not kept yet."""
+    """The cells of one task and seed."""
 
     scale: Scale
-    task: Task
+    task: str
     seed: int
+
+    def file(self, line: str) -> Path:
+        """Return the file that stores the points of a line."""
+        return self.scale.runs / "cells" / f"{self.task},{line},{self.seed}.json"
+
+    def stored(self, line: str) -> Points:
+        """Return the points of a line that are known."""
+        file = self.file(line)
+        found: Points = json.loads(file.read_text()) if file.exists() else {}
+        return found
+
+    def points(self, line: str) -> Points:
+        """Return the points of a line, trained now where they are not known."""
+        if line not in LINES:
+            raise SystemExit(f"no line {line!r}. Lines: {' '.join(LINES)}.")
+        found = self.stored(line)
+        if "whole" in LINES[line] and "whole" not in found:
+            found = self._of_one_run(line)
+            self._store(line, found)
+        for share in LINES[line]:
+            if share != "whole" and share not in found and line in _PER_SIZE:
+                try:
+                    found[share] = _PER_SIZE[line](self, share)
+                except OptionError:  # below the least that there is
+                    found[share] = None
+                self._store(line, found)
+        return found
+
+    def _store(self, line: str, points: Points) -> None:
+        self.file(line).parent.mkdir(parents=True, exist_ok=True)
+        self.file(line).write_text(json.dumps(points, indent=1))
+
+    # -- trainings -----------------------------------------------------------------------------
 
     def trained(self, **changes: Setting) -> Run:
         """Return the finished run of the recipe with changes."""
-        given = {**self.task.changes, **changes, "seed": self.seed}
-        return self.scale.trained(self.task.recipe, **given)
+        task = TASKS[self.task]
+        return self.scale.trained(task.recipe, **{**task.changes, **changes, "seed": self.seed})
 
-    def elastic(self, kind: str) -> dict[str, Point]:
-        """Return what one elastic run reaches whole and cut to each size, without more training."""
-        run = self.trained(method="elastic", smallest=0.1, size_cost=kind)
-        return _kept(run, f"sizes-{kind}.json", lambda: {"whole": row(run), **_cut(run, kind)})
+    def _of_one_run(self, line: str) -> Points:
+        if line == "dense":
+            return {"whole": row(self.trained(method="dense"))}
+        if line == "long":
+            return {"whole": row(self.trained(method="dense", **self._longer()))}
+        cost = "macs" if line.endswith("macs") else "params"
+        run = self.trained(elastic=0.1, elastic_cost=cost)
+        return {"whole": row(run), **_cut(run)}
 
-    def budget(self, kind: str, share: float) -> Point | None:
-        """Return what a run for one size reaches; None where ranks cannot reach the size."""
-        try:
-            return row(self.trained(method="elastic", **{f"budget__{kind}": share}))
-        except OptionError:
-            return None
-
-    def long(self) -> Point:
-        """Return what the dense model reaches in the epochs of both phases."""
-        recipe = load_recipe(self.task.recipe)
-        points: Any = recipe.schedule
-        later = [round(LONGER * epoch) for epoch in points.epochs]
+    def _longer(self) -> dict[str, Setting]:
+        """Return the settings of a training in the epochs of both phases."""
+        if self.scale.smoke:
+            return {}
+        recipe = load_recipe(TASKS[self.task].recipe)
         epochs = round(LONGER * recipe.epochs)
-        return row(self.trained(method="dense", epochs=epochs, schedule__epochs=str(later)))
+        return {"epochs": epochs, "schedule__epochs": str(_later(recipe.schedule))}
 
-    def narrower(self, kind: str, share: float) -> Point | None:
-        """Return what a narrower model reaches; None where no width reaches the size."""
-        try:
-            return row(self.trained(method="narrow", size=share, size_in=kind))
-        except OptionError:
-            return None
+    def _budget(self, share: str) -> Point:
+        return row(self.trained(budget__params=share))
 
-    def distilled(self, share: float) -> Point | None:
-        """Return what a narrower model reaches under the dense one, in the epochs of both phases.
+    def _narrower(self, share: str) -> Point:
+        return row(self.trained(method="narrow", size=share, size_in="params"))
+
+    def _distilled(self, share: str) -> Point:
+        """Train a narrower model under the dense one, in the epochs of both phases.
 
         Its loss is half the target's, half the dense model's.
         """
-        dense = self.trained(method="dense")
-        name = f"distilled-{share}.json"
-        found = _kept(dense, name, lambda: {"point": self._distilled(dense, share)})
-        point: Point | None = found["point"]
-        return point
-
-    def _distilled(self, dense: Run, share: float) -> Point | None:
-        settings = {**self.task.changes, "method": "narrow", "size": share, "seed": self.seed}
+        task = TASKS[self.task]
+        settings = {**task.changes, "method": "narrow", "size": share, "seed": self.seed}
         written = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
-        recipe = load_recipe(self.task.recipe, [*written, "threads=1"])
-        try:
-            setup = Setup.of(recipe)
-        except OptionError:
-            return None
-        teacher, _ = dense.trained()
+        recipe = load_recipe(task.recipe, [*written, "threads=1"])
+        setup = Setup.of(recipe)
+        teacher, _ = self.trained(method="dense").trained()
         points: Any = recipe.schedule
-        steps = len(setup.data.train)
-        later = [round(LONGER * epoch) for epoch in points.epochs]
-        fit(
+        progress = fit(
             setup.model, setup.data.train, optimizer=setup.optimizer,
             epochs=1 if self.scale.smoke else round(LONGER * recipe.epochs),
             method=_Distilled(teacher, setup.loss), loss=setup.loss, seed=recipe.seed,
-            schedule=milestones(later, steps, points.factor),
+            schedule=milestones(_later(points), len(setup.data.train), points.factor),
         )  # fmt: skip
         assert setup.data.test is not None
         reached = evaluate(setup.model, setup.data.test, evaluation_loss(setup.loss))
         cost = cost_of(setup.model, setup.data.example)
-        return {**reached, "params": cost.params, "macs": cost.macs or 0}
+        seconds = sum(record.seconds or 0.0 for record in progress.history)
+        return {**reached, "params": cost.params, "macs": cost.macs or 0, "seconds": seconds}
+
+
+_SIZES = tuple(map(str, SHARES))
+LINES: dict[str, tuple[str, ...]] = {
+    "elastic": ("whole", *_SIZES),
+    "elastic-macs": ("whole", *_SIZES),
+    "dense": ("whole",),
+    "long": ("whole",),
+    "budget": _SIZES,
+    "narrower": _SIZES,
+    "distilled": _SIZES,
+}
+"""What is trained, and the points of each."""
+_PER_SIZE: dict[str, Callable[[Cells, str], Point]] = {
+    "budget": Cells._budget,
+    "narrower": Cells._narrower,
+    "distilled": Cells._distilled,
+}
 
 
 class _Distilled(Dense):
@@ -154,75 +208,46 @@ class _Distilled(Dense):
         return value.detach() * weight
 
 
-def _kept(run: Run, name: str, made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what a file beside a run holds, made now if it is not there."""
-    file = run.directory / name
-    if not file.exists():
-        file.write_text(json.dumps(made()))
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+def _later(schedule: Any) -> list[int]:
+    """Return the milestones of a schedule in the epochs of both phases."""
+    return [round(LONGER * epoch) for epoch in schedule.epochs]
 
 
-def _cut(run: Run, kind: str) -> dict[str, Point]:
+def _cut(run: Run) -> Points:
     """Return what a finished elastic run reaches at each size, by its own ranks for it."""
-    setup, state = Setup.of(run.recipe), load_state(run.checkpoint)
+    setup, state, trained = Setup.of(run.recipe), load_state(run.checkpoint), Trained.of(run)
     setup.model.load_state_dict(state["model"])
-    method, trained = setup.method, Trained.of(run)
+    method = setup.method
     assert isinstance(method, Elastic)
     method.load_state_dict(state["method"])
-    reached = {}
+    reached: Points = {}
     for share in SHARES:
         try:
             ranks = method.ranks_at(share)
-        except OptionError:  # a size below the least that there is
+        except OptionError:  # below the least that there is
+            reached[str(share)] = None
             continue
-        plain = extract(trained.model, ranks, by="macs" if kind == "macs" else "params")
+        plain = extract(trained.model, ranks, by=method.cost)
         cost = cost_of(plain, trained.data.example)
         costs = {"params": cost.params, "macs": cost.macs or 0}
         reached[str(share)] = {**trained.tested(plain), **costs}
     return reached
 
 
-EACH = {"params": SHARES}
-TASKS = {
-    "lenet": Task("paper/lenet.yaml", (0, 1, 2), {**EACH, "macs": (0.5, 0.33, 0.25)}),
-    "mlp": Task("paper/mlp.yaml", (0, 1, 2), EACH),
-    "lstm": Task("paper/lstm.yaml", (0, 1, 2), EACH),
-    "resnet": Task("paper/resnet.yaml", (0,), EACH),
-    "transformer": Task("paper/transformer.yaml", (0,), EACH),
-    "vit": Task("paper/vit.yaml", (0,), EACH),
-    "lenet-whole": Task("paper/lenet.yaml", (0,), EACH, {"data__limit": 60_000}),
-    "resnet-whole": Task("paper/resnet.yaml", (0,), EACH, {"data__limit": 50_000}),
-}
-
-
-def _line(cells: Cells, name: str) -> dict[str, Point | None]:
-    """Return the points of a line: whole, and at each size that it reaches."""
-    if name in ("elastic", "elastic-macs"):
-        return {**cells.elastic("macs" if name.endswith("macs") else "params")}
-    if name == "dense":
-        return {"whole": row(cells.trained(method="dense"))}
-    if name == "long":
-        return {"whole": cells.long()}
-    if name == "budget":
-        return {str(share): cells.budget("params", share) for share in SHARES}
-    if name == "narrower":
-        return {str(share): cells.narrower("params", share) for share in SHARES}
-    if name == "distilled":
-        return {str(share): cells.distilled(share) for share in SHARES}
-    raise SystemExit(f"no line {name!r}. Lines: elastic elastic-macs dense long budget narrower distilled.")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("lines", nargs="+", help="TASK:LINE or TASK:LINE:SEED")
     parser.add_argument("--runs", type=Path, default=Path("runs/paper"), help="training runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for asked in options.lines:
         task, line, *seeds = asked.split(":")
+        if task not in TASKS:
+            parser.error(f"no task {task!r}. Tasks: {' '.join(TASKS)}.")
         for seed in map(int, seeds) if seeds else TASKS[task].seeds:
-            points = _line(Cells(Scale(options.runs), TASKS[task], seed), line)
+            points = Cells(Scale(options.runs), task, seed).points(line)
             shown = {
                 size: None if point is None else round(100 * point["accuracy"], 2)
                 for size, point in points.items()

@@ -44,10 +44,8 @@ if TYPE_CHECKING:
     from maestro_lod.sizes.frontier_search import frontier
     from maestro_lod.sizes.latency import latency, round_ranks
     from maestro_lod.sizes.outputs import own_scores, own_values, scores_loss
-    from maestro_lod.train.budget import BudgetTraining
-    from maestro_lod.train.elastic import ElasticTraining
+    from maestro_lod.train.elastic import Elastic
     from maestro_lod.train.evaluate import evaluate, recalibrate
-    from maestro_lod.train.every_size import Elastic
     from maestro_lod.train.fit import FitOptions, fit
     from maestro_lod.train.lod import LoD
     from maestro_lod.train.method import Method, RunPlan, Settings
@@ -58,10 +56,8 @@ if TYPE_CHECKING:
 __all__ = [
     "METHODS",
     "MODELS",
-    "BudgetTraining",
     "Data",
     "Elastic",
-    "ElasticTraining",
     "FitOptions",
     "Frontier",
     "LoD",
@@ -142,9 +138,7 @@ _HOMES = {
     "sizes.frontier_search": ("frontier",),
     "sizes.latency": ("latency", "round_ranks"),
     "sizes.outputs": ("own_scores", "own_values", "scores_loss"),
-    "train.budget": ("BudgetTraining",),
-    "train.elastic": ("ElasticTraining",),
-    "train.every_size": ("Elastic",),
+    "train.elastic": ("Elastic",),
     "train.evaluate": ("evaluate", "recalibrate"),
     "train.fit": ("FitOptions", "fit"),
     "train.lod": ("LoD",),
@@ -154,8 +148,10 @@ _HOMES = {
     "train.shrink": ("shrink",),
 }
 _REMOVED = {
-    "Budget": ". Use BudgetTraining(model, optimizer, params=0.25).",
-    "Pressure": ". Use LoD(…, penalty=λ), or BudgetTraining(model, optimizer, params=0.25).",
+    "Budget": ". Use lod.Elastic(model, optimizer, sizes=[0.25]).",
+    "BudgetTraining": ". Use lod.Elastic(model, optimizer, sizes=[0.25]).",
+    "ElasticTraining": ". Use lod.Elastic(model, optimizer, smallest=0.1).",
+    "Pressure": ". Use LoD(…, penalty=λ), or lod.Elastic(model, optimizer, sizes=[0.25]).",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _EXTRAS = {

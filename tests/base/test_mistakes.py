@@ -272,7 +272,7 @@ def begun() -> tuple[nn.Module, lod.LoD]:
 
 
 WRONG = [None, "x", [1], {"a": "b"}, -1, float("nan"), torch.ones(3)]
-MAY_BE = {"budget": [None], "penalty_use": [None], "unseen": [], "left_out": ["x", [1], {"a": "b"}]}
+MAY_BE = {"penalty_use": [None], "unseen": [], "left_out": ["x", [1], {"a": "b"}]}
 """What those parts may be; names that the model has not are left out of `left_out`."""
 
 
@@ -280,7 +280,7 @@ MAY_BE = {"budget": [None], "penalty_use": [None], "unseen": [], "left_out": ["x
     "key",
     [
         "epoch", "penalty", "ranks", "steps", "forwards", "whole", "optimized", "unseen",
-        "sampler", "ledger", "budget", "unmoved", "penalty_use",
+        "sampler", "ledger", "unmoved", "penalty_use",
     ],
 )  # fmt: skip
 def test_states_of_wrong_types_change_nothing(key: str) -> None:

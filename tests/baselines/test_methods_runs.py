@@ -26,8 +26,7 @@ SMALL = ("epochs=4", f"data.limit={BATCHES * 32 * 10 // 9}", "batch=32", "schedu
 
 # the settings of a short run, and steps at which it is stopped: one in the middle of each stage
 ROWS: dict[str, tuple[list[str], list[int]]] = {
-    "lod": ([], [9]),
-    "elastic": (["smallest=0.2"], [9, 26, 33]),
+    "lod": (["elastic=0.2"], [9, 26, 33]),
     "dense": ([], [9]),
     "narrow": (["size=0.3"], [9]),
     "svd": (["size=0.4", "finetune=0.5", "decompose.only=[fc1, fc2]"], [9, 12, 15]),
@@ -137,7 +136,7 @@ def test_every_method_sees_the_same_batches(name: str) -> None:
         return seen
 
     seen = seen_by(name)
-    if name == "elastic":
+    if name == "lod":
         seen = seen[: 4 * BATCHES]  # its whole phase; the other one sees all of them again
     assert len(seen) == 4 * BATCHES and seen == seen_by("dense")
 
@@ -193,13 +192,12 @@ def test_a_size_is_given_to_all_methods_alike(name: str) -> None:
         assert "chooses the size itself" in str(error)
         assert name in ("dense", "cuttlefish", "xnor")
         return
-    of_budget = name in ("lod", "elastic")
-    assert given == ({"budget": {"params": 0.5}} if of_budget else {"size": 0.5})
+    assert given == ({"budget": {"params": 0.5}} if name == "lod" else {"size": 0.5})
 
 
 LEARNING = ["epochs=6", "data.limit=1200", "schedule=constant"]
 ENOUGH: dict[str, list[str]] = {
-    "elastic": ["budget.params=0.5"],
+    "lod": ["budget.params=0.5"],
     "narrow": ["size=0.5"],
     "svd": ["size=0.5", "decompose.only=[fc1, fc2]"],
     "cuttlefish": ["epsilon=3"],
@@ -210,7 +208,7 @@ ENOUGH: dict[str, list[str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in ("lod", "dense")])
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "dense"])
 def test_every_method_learns(name: str, tmp_path: Path) -> None:
     recipe = load_recipe("digits", [f"method={name}", *LEARNING, *ENOUGH.get(name, [])])
     run = Run.create(recipe, tmp_path / "run")

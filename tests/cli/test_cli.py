@@ -192,7 +192,7 @@ WRONG = {
     "train digits --set optimizer.nesterov=true --set optimizer.momentum=0": "needs a momentum",
     "train digits --set distill=true": "distill needs the full pass as its teacher",
     "train digits --set method=dense --set penalty=0.1": "method=dense does not use penalty",
-    f"{DIGITS} --set budget.params=25": "is too small: rank 1 in every layer",
+    f"{DIGITS} --set budget.params=25": "cannot be reached: with rank 1 in every layer",
     f"{DIGITS} --set budget.macs=25": "Did you mean macs='25%'?",
     "train digits --set budget.params=25.0": "a percentage or a count: write '25%' or 25.",
     "train digits --set budget.params=[1]": "budget.params=[1] must be a number",
@@ -520,10 +520,9 @@ def test_the_demo_ends_with_a_table_and_a_report_with_a_slider(lod: Lod, tmp_pat
     table = done.out.split("$ lod bench")[1]
     for row in ("run dense", "dense form", "as trained", "≤ 50% of MACs"):
         assert re.search(rf"^{row} .* ms .* 0\.\d{{4}}$", table, re.MULTILINE), row
-    reached = json.loads((tmp_path / "a demo/digits/result.json").read_text())
-    assert reached["size"]["relative_params"] <= 0.25
     deployed = json.loads((tmp_path / "a demo/phone/deploy.json").read_text())
-    assert deployed["params"] <= 0.15 * deployed["dense_params"]
+    assert deployed["params"] <= 0.3 * deployed["dense_params"]
+    assert deployed["test"]["accuracy"] >= deployed["dense_test"]["accuracy"] - 0.01
     assert 'type="range"' in (tmp_path / "a demo/digits/report.html").read_text()
     assert lod("demo", "--out", "a demo").code == 2
 

@@ -22,7 +22,7 @@ from maestro_lod.cli.recipe import checked, dumped, load_recipe
 from maestro_lod.cli.registry import METHODS, register
 from maestro_lod.cli.run import Run
 from maestro_lod.cli.setup import Setup
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import CheckpointError, OptionError
 from maestro_lod.files.state import load_state, save_state
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import Cost, count_params
@@ -204,7 +204,8 @@ def test_a_small_budget_begins_narrower(changes: list[str], narrower: bool) -> N
     budget = recipe.settings.budget
     if budget is not None:  # shares are those of the whole width
         train = setup.method
-        assert train.schedule.share == pytest.approx(
+        (limit,) = train._limits()
+        assert limit / getattr(setup.dense, budget.kind) == pytest.approx(
             budget.value if budget.value < 1 else budget.value / setup.dense.params, rel=0.01
         )
         share = getattr(train.record(), f"relative_{budget.kind}")
@@ -255,8 +256,8 @@ def test_fit_knows_no_method_but_dense() -> None:
         ([], Budget(params=0.25)),
         (["penalty=1e-4"], 1e-4),
         (["budget.params=0.2"], Budget(params=0.2)),
-        (["budget={macs: 0.3, steps: 50}"], Budget(macs=0.3, steps=50)),
-        (["budget.params=5000", "budget.steps=7"], Budget(params=5000, steps=7)),
+        (["budget={macs: 0.3}"], Budget(macs=0.3)),
+        (["budget.params=5000"], Budget(params=5000)),
         (["penalty=0", "budget="], 0.0),
     ],
 )
@@ -279,7 +280,9 @@ def test_what_is_asked_for_is_the_one_choice(changes: list[str], chosen: Any) ->
             "budget cannot be combined with penalty or shrink=false",
         ),
         (["budget.params=0.2", "budget.macs=0.2"], "budget: a budget needs either params or macs"),
-        (["budget.steps=3"], "budget: a budget needs either params or macs"),
+        (["budget.params=0.2", "budget.steps=3"], "budget.steps=3 is not supported any more"),
+        (["elastic=0.1", "penalty=0.1"], "elastic cannot be combined with penalty or budget"),
+        (["elastic=2"], "elastic=2.0 must be a share of the dense model between 0 and 1"),
         (["budget.params=-1"], "budget: a budget of params=-1"),
         (["budget.parms=0.2"], "no setting 'budget.parms'. Did you mean 'params'"),
         (["budget.params=true"], "budget.params=true must be a number"),
@@ -317,7 +320,6 @@ def old_checkpoint(path: Path) -> None:
     "changes",
     [
         ["penalty=1e-3", "threshold=1e-3"],
-        ["budget.params=0.4"],
         ["penalty=1e-2", "proximal=true"],
         ["method=dense"],
     ],
@@ -336,6 +338,42 @@ def test_a_run_of_the_first_version_goes_on(changes: list[str], tmp_path: Path) 
     assert again.recipe == recipe
     again.train()
     assert_same_end(tmp_path / "whole", tmp_path / "old")
+
+
+def test_a_finished_run_for_a_budget_of_an_older_version_opens(tmp_path: Path) -> None:
+    """Such a budget may have been applied after a number of steps."""
+    run = Run.create(load_recipe("digits", ["budget.params=0.4", *SMALL]), tmp_path / "run")
+    run.train()
+    config, result = run.directory / "config.yaml", run.directory / "result.json"
+    settings = yaml.safe_load(config.read_text())
+    settings["budget"]["steps"] = 9
+    config.write_text(yaml.safe_dump(settings))
+    about = json.loads(result.read_text())
+    about["settings"]["budget"]["steps"] = 9
+    result.write_text(json.dumps(about))
+    again = Run.open(run.directory)
+    assert again.recipe == run.recipe
+    model, _ = again.trained()
+    assert lod.ranks(model) == run.epochs()[-1].ranks
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "name"),
+    [
+        (["budget.params=0.4"], {"budget": {"kind": "params"}}, "BudgetTraining"),
+        (["elastic=0.3"], {"sampler": {"strategy": "elastic"}}, "ElasticTraining"),
+    ],
+)
+def test_an_unfinished_run_of_a_method_that_is_gone_says_so(
+    changes: list[str], state: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    run = stopped(load_recipe("digits", [*changes, *SMALL]), tmp_path / "run", steps=3)
+    saved = load_state(run.checkpoint)
+    saved["method"] = state
+    save_state(saved, run.checkpoint)
+    with pytest.raises(CheckpointError, match=f"saved by {name}.*or train again") as error:
+        Run.open(run.directory).train()
+    assert "\n" not in str(error.value)
 
 
 # -- the record ----------------------------------------------------------------------------------

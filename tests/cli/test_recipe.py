@@ -66,8 +66,6 @@ def test_a_penalty_takes_the_place_of_a_recipes_budget_and_the_other_way_round()
 def test_a_limit_takes_the_place_of_a_recipes_limit_of_another_kind() -> None:
     budget = load_recipe("digits", ["budget.macs=50%"]).budget
     assert (budget.params, budget.macs) == (None, 0.5)
-    budget = load_recipe("digits", ["budget.macs=50%", "budget.steps=7"]).budget
-    assert (budget.params, budget.macs, budget.steps) == (None, 0.5, 7)
     budget = load_recipe("digits", ["budget.params=300k", "budget.macs=null"]).budget
     assert (budget.params, budget.macs) == (300_000, None)
     assert load_recipe("digits", ["budget.macs=null"]).budget.params == 0.25
@@ -248,7 +246,7 @@ REFUSED = {
     "penalty=.inf": "penalty=Infinity must be a finite number.",
     "shrink=1": "shrink=1 must be true or false.",
     "description=3": "description=3 must be text.",
-    "method=Lod": "method=\"Lod\" is unknown. Did you mean 'lod'? Known: lod, elastic, dense,",
+    "method=Lod": "method=\"Lod\" is unknown. Did you mean 'lod'? Known: lod, dense, narrow,",
     "sampling=pair": "sampling=\"pair\" is unknown. Did you mean 'pairs'? Known: pairs, several.",
     "optimizer=adamm": "optimizer.name=\"adamm\" is unknown. Did you mean 'adam'? Known: sgd,",
     "optimizer=5": "optimizer=5 must be a name or a mapping of settings.",

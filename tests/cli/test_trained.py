@@ -150,7 +150,9 @@ def test_what_is_slower_than_dense_is_written_and_says_so(
     beside_dense(monkeypatch, 1.5)
     options = to_safetensors(tmp_path / "phone", "--max-macs", "50%")
     assert lod_program("deploy", str(finished), *options) == 0
-    assert "1.50×" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1.50×" in said
+    assert "model.safetensors is slower than its dense form, with 0." in said
 
 
 def test_what_is_to_be_fast_and_is_slower_than_dense_is_refused_and_leaves_nothing(
@@ -222,20 +224,20 @@ def test_asked_for_nothing_a_run_is_deployed_as_it_was_trained(
 
 
 @pytest.mark.parametrize("limit", ["max_params", "max_macs", "max_bytes"])
-def test_a_size_is_kept_though_its_layers_would_be_faster_multiplied_out(
+def test_a_size_has_the_fastest_forms_within_its_limit(
     finished: Path, tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times_are(monkeypatch, factored=1e4)
     found = Frontier.load(finished / "frontier.json")
     wanted = found.point(**{limit: 0.4})
     option = (f"--{limit.replace('_', '-')}", "40%")
-    for name, fast in (("small", ()), ("fast", ("--prefer-speed",))):
-        options = to_safetensors(tmp_path / name, *option, *fast)
-        assert lod_program("deploy", str(finished), *options) == 0
-    written = deployed(tmp_path / "small")
-    assert written["params"] == wanted.params
-    assert written["macs"] == wanted.macs
-    assert deployed(tmp_path / "fast")["params"] >= wanted.params
+    for name, factored in (("factored", 1e-4), ("dense", 1e4)):
+        times_are(monkeypatch, factored=factored)
+        assert lod_program("deploy", str(finished), *to_safetensors(tmp_path / name, *option)) == 0
+    written, key = deployed(tmp_path / "factored"), limit.removeprefix("max_")
+    assert (written["params"], written["macs"]) == (wanted.params, wanted.macs)
+    faster = deployed(tmp_path / "dense")["point"]
+    assert faster["ranks"] == wanted.ranks
+    assert getattr(wanted, key) <= faster[key] <= 0.4 * getattr(found.dense, key)
 
 
 # -- limits ------------------------------------------------------------------------------------
@@ -284,6 +286,17 @@ def test_latency_is_limited_at_the_batch_that_is_deployed(
     point = deployed(tmp_path / "phone")["point"]
     assert point["ranks"] == wanted.ranks
     assert point["latency"] == wanted.latency <= 0.004
+
+
+def test_macs_are_those_of_one_sample_at_any_batch(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times_are(monkeypatch, factored=1e-4)
+    options = to_safetensors(tmp_path / "phone", "--max-macs", "50%", "--batch", "4")
+    assert lod_program("deploy", str(finished), *options) == 0
+    written = deployed(tmp_path / "phone")
+    assert (written["batch"], written["dense_macs"]) == (4, 281_640)
+    assert written["macs"] == written["point"]["macs"] <= 0.5 * 281_640
 
 
 def test_a_latency_that_no_size_has_at_this_batch_is_refused(
@@ -612,7 +625,7 @@ def test_bad_input_gets_one_line(
         (["--min-accuracy", "90"], "min_accuracy=90.0 must be a share between 0 and 1"),
         (["--min-accuracy", "nan"], "min_accuracy=nan must be a share between 0 and 1"),
         (["--max-macs", "0.5", "--min-accuracy", "-1"], "min_accuracy=-1.0 must be a share"),
-        (["--max-macs", "0.5", "--int8", "--to", "pt2"], "--int8 needs the format onnx"),
+        (["--max-macs", "0.5", "--int8", "--to", "pt2"], "--int8 needs the format onnx or pte"),
         (["--max-macs", "0.5", "--batch", "99999999"], "--batch"),
         (["--max-macs", "0.5", "--round", "0"], "--round"),
     ],

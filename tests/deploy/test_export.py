@@ -7,6 +7,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from maestro_lod.model.inputs import ModelInputs
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One round of timing: how long things take is not tested."""
-    monkeypatch.setattr(module, "_ROUNDS", 1)
+    monkeypatch.setattr(module, "ROUNDS", 1)
 
 
 # -- models ------------------------------------------------------------------------------------
@@ -468,7 +469,7 @@ def test_half_precision_is_held_to_what_it_can_do(tmp_path: Path) -> None:
     [
         ("m.onx", {}, OptionError, r"format 'onx' is not known. Did you mean 'onnx'\?.*pt2"),
         ("m.onnx", {"format": "safetensor"}, OptionError, "Did you mean 'safetensors'"),
-        ("m", {}, OptionError, r"m without a suffix.*onnx, pt2, safetensors"),
+        ("m", {}, OptionError, r"m without a suffix.*onnx, pt2, pte, safetensors"),
         ("nowhere/m.pt2", {}, CheckpointError, r"cannot write .*nowhere/m\.pt2 \(No such file"),
         ("m.pt2", {"example": torch.empty(2, 9)}, LayerError, "does not run on this example"),
         ("m.pt2", {"example": [1]}, OptionError, "example is a list"),
@@ -657,6 +658,13 @@ def rewritten(path: Path, **changes: str) -> None:
         ),
         (
             lambda path: rewritten(
+                path,
+                config='{"layers": {}, "factored": {}, "pivoted": {"5": 0}, "aliases": {}}',
+            ),
+            "damaged .*not a whole number above zero",
+        ),
+        (
+            lambda path: rewritten(
                 path, config='{"layers": {}, "factored": {}, "aliases": {"a": "b"}}'
             ),
             "header of .* is damaged",
@@ -685,6 +693,9 @@ def test_the_documentation_runs(
     exec(compile(code, "deploy.md", "exec"), names)
     assert str(names["same"]) == str(names["small"])
     assert capsys.readouterr().out.count("max difference") == 4
+    for other in text.split("```python\n")[2:]:
+        if "pte" not in other.partition("```")[0] or find_spec("executorch") is not None:
+            exec(compile(other.partition("```")[0], "deploy.md", "exec"), names)
 
 
 def test_buffers_of_a_user_are_rebuilt(tmp_path: Path) -> None:

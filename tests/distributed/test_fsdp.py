@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from maestro_lod import (
-    BudgetTraining,
     Elastic,
     LoD,
     MaestroError,
@@ -77,10 +76,7 @@ def trained(name: str, dtype: torch.dtype = torch.float64, how: str = "") -> dic
     options: dict[str, Any] = {"penalty": 1e-3, "threshold": 1e-4}
     if how == "proximal":
         options |= {"penalty": 0.5, "proximal": True}
-    if how == "budget":
-        train: Any = BudgetTraining(model, optimizer, params=0.6, steps=2 * STEPS)
-    else:
-        train = LoD(model, optimizer, seed=5, **options)
+    train = LoD(model, optimizer, seed=5, **options)
     lost = []
     for epoch in range(EPOCHS):
         for step in range(STEPS):
@@ -92,11 +88,11 @@ def trained(name: str, dtype: torch.dtype = torch.float64, how: str = "") -> dic
                 if how in ("loss", "gathered"):
                     loss = loss + train.penalty_loss()
                 loss.backward()
-            if how not in ("loss", "gathered", "budget"):
+            if how not in ("loss", "gathered"):
                 train.add_penalty_gradients()
             optimizer.step()
             optimizer.zero_grad()
-        if how not in ("budget", "proximal"):
+        if how != "proximal":
             make_useless(model, epoch)
         lost.append(train.end_epoch())
     state = {key: whole(value).detach().clone() for key, value in model.state_dict().items()}
@@ -264,11 +260,10 @@ def test_tensor_parallel_is_refused_when_lod_is_made(pair):
         assert "4.u" in message and "tensor parallel" in message and "fully_shard" in message
 
 
-@pytest.mark.parametrize("how", ["proximal", "budget"])
-def test_proximal_steps_and_budgets_see_all_shards(pair, how):
-    alone = trained("sgd", how=how)
+def test_proximal_steps_see_all_shards(pair):
+    alone = trained("sgd", how="proximal")
     assert any(alone["lost"])
-    assert_same(pair(trained, "sgd", torch.float64, how), alone, 1e-6)
+    assert_same(pair(trained, "sgd", torch.float64, "proximal"), alone, 1e-6)
 
 
 def trained_at_every_size(name: str, options: dict[str, Any], how: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 
 import maestro_lod as lod
 from maestro_lod.errors import CheckpointError, OptionError
+from maestro_lod.layers.pivoted import PivotedForm
 
 pytest.importorskip("transformers")
 from maestro_lod.integrations import huggingface
@@ -17,15 +18,17 @@ from tests.integrations.test_huggingface import ZOO, distance, run
 NAMES = ["gpt2", "llama", "bert", "t5", "vit", "whisper", "clip"]
 
 
-def shrunk(name: str, **options: Any) -> Any:
-    return lod.decompose(ZOO[name](), ranks=0.25, **options)
+def shrunk(name: str, ranks: float = 0.25, **options: Any) -> Any:
+    return lod.decompose(ZOO[name](), ranks=ranks, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("extracted", [False, True], ids=["low-rank", "extracted"])
-def test_what_save_pretrained_wrote_comes_back(name: str, extracted: bool, tmp_path: Path) -> None:
-    model = shrunk(name)
-    model = lod.extract(model) if extracted else model
+@pytest.mark.parametrize("form", ["low-rank", "factored", "pivoted"])
+def test_what_save_pretrained_wrote_comes_back(name: str, form: str, tmp_path: Path) -> None:
+    model = shrunk(name, 0.6 if form == "pivoted" else 0.1)
+    model = model if form == "low-rank" else lod.extract(model)
+    pivoted = [m for m in model.modules() if isinstance(m, PivotedForm)]
+    assert bool(pivoted) is (form == "pivoted")
     model.save_pretrained(tmp_path, max_shard_size="20KB" if name == "llama" else "5GB")
     loaded = huggingface.from_pretrained(tmp_path)
     inputs = ZOO[name].inputs()

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import maestro_lod as lod
 from maestro_lod.layers import LowRank, LowRankMatrix, Matrix, Product
+from maestro_lod.layers.recurrent import PivotedProduct
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported")
 
@@ -282,7 +283,7 @@ def test_extract_equals_at_ranks_and_holds_the_factors_alone(kind: str, ranks: A
         assert type(plain) is type(dense) and str(plain) == str(dense)
         assert plain.state_dict().keys() == dense.state_dict().keys()
     else:
-        assert {type(part) for part in plain.children()} <= {Matrix, Product}
+        assert {type(part) for part in plain.children()} <= {Matrix, Product, PivotedProduct}
     size = sum(p.numel() for p in plain.parameters())
     assert size == lod.summary(lod.extract(ours, ranks), (x, hx)).params
     assert ranks is None or size < sum(p.numel() for p in dense.parameters())

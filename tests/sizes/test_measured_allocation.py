@@ -71,8 +71,7 @@ def test_no_other_ranks_within_a_limit_lose_less(seed: int, limit: int) -> None:
     losses = {n: loss - loss[-1] for n, loss in losses.items()}
 
     def total(a: int, b: int) -> float:
-        values = ((losses[n][0], losses[n][r]) for n, r in (("0", a), ("1", b)))
-        return sum(-float(most * torch.log1p(-loss / most)) for most, loss in values)
+        return float(losses["0"][a] + losses["1"][b])
 
     ranks = nested_ranks(model, costs, losses, [limit])[limit]
     others = [
@@ -123,17 +122,17 @@ def test_curves_pass_through_what_was_measured_and_fall(dtype: torch.dtype) -> N
         assert float(curves[name][rank]) >= 0.99 * value  # at least: noise is smoothed upwards
 
 
-def test_a_layer_that_the_task_needs_is_not_given_up() -> None:
-    """A classifier of ten classes is cheap and, of a ruined model, adds little to the sum."""
-    model = lod.decompose(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 10)))
-    fall = torch.tensor([3.5, 3.3, 2.3, 1.4, 0.7, 0.35, 0.2, 0.1, *[0.01] * 56, 0.0])
-    classes = torch.tensor([2.4, 1.9, 1.3, 0.8, 0.5, 0.35, 0.2, 0.08, 0.02, 0.01, 0.0])
-    losses, costs = {"0": fall, "1": fall, "2": classes}, Costs(model, None)
-    limits = [costs.at({"0": r, "1": r, "2": 2}).params + 30 for r in (2, 3, 4, 5)]
-    found = nested_ranks(model, costs, losses, limits)
-    for limit, ranks in found.items():
-        assert ranks["2"] >= 2, limit
-    assert found[limits[0]] == {"0": 2, "1": 2, "2": 2}
+def test_the_smallest_size_is_not_held_to_the_ranks_of_larger_ones() -> None:
+    """Two layers take turns in what they need most, so that the best ranks are not nested."""
+    model = lod.decompose(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    first = torch.tensor([9.0, 4.0, 3.9, 0.1, *[0.0] * 13])  # of use from three ranks on
+    second = torch.tensor([9.0, 2.0, 1.0, 0.9, *[0.8] * 12, 0.0])
+    losses, costs = {"0": first, "1": second}, Costs(model, None)
+    small, large = (costs.at({"0": r, "1": 4 - r}).params for r in (2, 3))
+    large += costs.layer("1", 2).params - costs.layer("1", 1).params
+    found = nested_ranks(model, costs, losses, [small, large])
+    assert found[small] == {"0": 3, "1": 1}
+    assert found[large] == {"0": 3, "1": 2}
 
 
 def test_losses_that_are_no_numbers_count_as_ruin() -> None:

@@ -1,8 +1,7 @@
-"""A budget: the model lands within it and close to it, stays there, and is trained there."""
+"""A budget: the setting of a recipe, and a model that is trained for one size."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,12 +10,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import maestro_lod as lod
-from maestro_lod.errors import OptionError, TrainingError
+from maestro_lod.errors import CheckpointError, OptionError, TrainingError
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import count_params
 from maestro_lod.train.budget import Budget
 from maestro_lod.train.ledger import Ledger
 from maestro_lod.train.progress import Progress
+
+SHOWN = torch.empty(1, 20)
 
 
 def net() -> nn.Module:
@@ -33,116 +34,44 @@ def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
 
 
-def trained(
-    budget: dict[str, float], *, adam: bool = False, epochs: int = 12, **options: Any
-) -> tuple[nn.Module, lod.BudgetTraining, Progress]:
-    torch.manual_seed(0)
-    model = lod.decompose(net())
-    kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
-    optimizer = kind(model.parameters(), lr=0.003 if adam else 0.05, **options)
-    train = lod.BudgetTraining(model, optimizer, **budget, example=torch.empty(1, 20))
-    return model, train, lod.fit(model, data(), optimizer=optimizer, method=train, epochs=epochs)
-
-
-@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
-@pytest.mark.parametrize(
-    ("budget", "limit"),
-    [
-        ({"params": 0.2}, 0.2),
-        ({"params": 0.5}, 0.5),
-        ({"macs": 0.3}, 0.3),
-        ({"params": 1000}, None),
-    ],
-)
-def test_a_run_ends_within_its_budget_and_close_to_it(
-    budget: dict[str, float], limit: float | None, adam: bool
-) -> None:
-    options: dict[str, Any] = {"weight_decay": 1e-3} if adam else {"momentum": 0.9}
-    model, train, progress = trained(budget, adam=adam, **options)
-    summary = lod.summary(model, torch.empty(1, 20))
-    kind = next(iter(budget))
-    cost, dense = getattr(summary, f"fused_{kind}"), getattr(summary, f"dense_{kind}")
-    allowed = 1000 if limit is None else round(limit * dense)
-    assert 0.95 * allowed <= cost <= allowed
-    assert train.schedule.phase == "landed"
-    phases = [record.phase for record in progress.history]
-    assert phases.index("landed") == 3  # three tenths of the run, and the rest of that epoch
-    ranks = [record.ranks for record in progress.history[phases.index("landed") :]]
-    assert all(rank == ranks[0] for rank in ranks)
-    assert progress.history[-1].train["accuracy"] > 0.4
-    assert all(record.penalty is None for record in progress.history)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
-def test_a_model_in_half_precision_lands_and_goes_on_learning(
-    adam: bool, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    model = lod.decompose(net().to(dtype))
-    kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
-    more = {"lr": 0.003, "eps": 1e-4} if adam else {"lr": 0.05, "momentum": 0.9}
-    optimizer = kind(model.parameters(), **more)
-    train = lod.BudgetTraining(model, optimizer, params=0.5)
-    batches = [(x.to(dtype), y) for x, y in data()]
-    done = lod.fit(model, batches, optimizer=optimizer, method=train, epochs=12)
-    assert count_params(lod.extract(model)) <= 0.5 * count_params(net())
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-    landed = next(record for record in done.history if record.phase == "landed")
-    assert done.history[-1].train["loss"] < 0.8 * landed.train["loss"]
-
-
-def test_the_last_epoch_lands_whatever_was_planned() -> None:
-    model, train, _ = trained({"params": 0.2, "steps": 10**6}, epochs=2, momentum=0.9)
-    summary = lod.summary(model, torch.empty(1, 20))
-    assert summary.fused_params <= round(0.2 * summary.dense_params)
-    assert train.schedule.phase == "landed"
-
-
-@pytest.mark.parametrize("planned", [None, 20])
-def test_a_loop_of_ones_own_lands_after_its_first_epoch_or_as_planned(planned: int | None) -> None:
+def elastic(size: float, **options: Any) -> tuple[nn.Module, Any, lod.Elastic]:
     torch.manual_seed(0)
     model = lod.decompose(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    train = lod.BudgetTraining(model, optimizer, params=0.3, steps=planned)
-    phases = []
-    for _ in range(3):
-        for x, y in data():
-            with train.step():
-                nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        train.end_epoch()
-        phases.append(train.record().phase)
-    assert phases == (["landed"] * 3 if planned is None else ["whole", "landed", "landed"])
-    assert lod.summary(model, torch.empty(1, 20)).fused_params <= train.schedule.limit
+    return model, optimizer, lod.Elastic(model, optimizer, sizes=[size], **options)
+
+
+def trained(size: float, epochs: int = 6, **options: Any) -> tuple[nn.Module, Any, Progress]:
+    model, optimizer, train = elastic(size, **options)
+    return model, train, lod.fit(model, data(), optimizer=optimizer, method=train, epochs=epochs)
+
+
+# -- the setting -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("budget", "words"),
+    ("given", "words"),
     [
         ({}, "needs either"),
         ({"params": 0.2, "macs": 0.2}, "needs either"),
-        ({"params": 1.0}, "not below the dense"),
-        ({"params": 10**9}, "not below the dense"),
-        ({"params": 0.001}, "too small: rank 1"),
         ({"params": 1.5}, "1.5"),
         ({"params": -0.1}, "-0.1"),
         ({"params": float("nan")}, "nan"),
         ({"params": True}, "True"),
         ({"params": 25.0}, r"percentage or a count: write '25%' or 25\.$"),
-        ({"params": 25}, r"too small: .*Did you mean params='25%'\?$"),
         ({"params": "many"}, "the budget's params 'many' is not a size"),
         ({"params": "1"}, "Write 100% or 1x"),
-        ({"params": 0.2, "steps": 0}, "at least 1"),
-        ({"params": 0.2, "steps": -1}, "-1"),
     ],
 )
-def test_a_budget_that_cannot_be_met_is_refused(budget: dict[str, Any], words: str) -> None:
-    model = lod.decompose(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def test_a_budget_that_cannot_be_met_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
-        lod.BudgetTraining(model, optimizer, **budget, example=torch.empty(1, 20))
+        Budget(**given)
+
+
+@pytest.mark.parametrize("given", [1.0, 1000])
+def test_a_budget_is_below_the_dense_model(given: float) -> None:
+    with pytest.raises(OptionError, match="not below the dense model's 1,000"):
+        Budget(params=given).limit(1000)
 
 
 @pytest.mark.parametrize(
@@ -153,89 +82,96 @@ def test_a_budget_may_be_written_as_text(text: str, value: float) -> None:
     assert str(Budget(macs=text)) == str(Budget(macs=value))
 
 
+# -- a model of one size ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "cost", "limit"),
+    [(0.2, "params", 0.2), (0.5, "params", 0.5), (0.3, "macs", 0.3), (1000, "params", None)],
+)
+def test_a_run_ends_within_its_size_and_close_to_it(
+    size: float, cost: Any, limit: float | None
+) -> None:
+    model, train, progress = trained(size, cost=cost)
+    summary = lod.summary(model, SHOWN)
+    reached, dense = getattr(summary, f"fused_{cost}"), getattr(summary, f"dense_{cost}")
+    allowed = 1000 if limit is None else round(limit * dense)
+    assert 0.95 * allowed <= reached <= allowed
+    phases = [record.phase for record in progress.history]
+    assert phases == ["whole"] * 6 + ["consolidation"] * 2
+    assert progress.history[-1].params == summary.fused_params
+    assert progress.history[-1].train["accuracy"] > 0.7
+    assert all(record.penalty is None for record in progress.history)
+    assert lod.ranks(train.teacher) == {}
+
+
+def test_a_size_costs_what_its_steps_do() -> None:
+    """The whole phase costs dense steps, consolidation those of the size and of the teacher."""
+    model, train, _ = trained(0.25)
+    dense = train.ledger.dense_macs
+    own = train.ledger.epoch_cost(model, {}).macs
+    assert [epoch.macs for epoch in train.ledger.epochs[:6]] == [dense] * 6
+    assert train.ledger.epochs[-1].macs == pytest.approx(own + dense / 3)
+    assert own < 0.5 * dense
+    assert train.ledger.epochs[-1].params == count_params(model) + count_params(train.teacher)
+
+
+def test_no_layer_is_left_with_fewer_ranks_than_the_task_needs() -> None:
+    """Classes are three directions of the input: no layer may be cut below three."""
+    model, _, _ = trained(0.25)
+    assert min(lod.ranks(model).values()) >= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_model_in_half_precision_is_cut_and_trained_on(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = lod.decompose(net().to(dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    train = lod.Elastic(model, optimizer, sizes=[0.5])
+    batches = [(x.to(dtype), y) for x, y in data()]
+    done = lod.fit(model, batches, optimizer=optimizer, method=train, epochs=10)
+    assert count_params(lod.extract(model)) <= 0.5 * count_params(net())
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert done.history[-1].train["accuracy"] > 0.7
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (10**9, r"is not below the dense model's"),
+        (0.001, "cannot be reached: with rank 1 in every layer"),
+        (25, "cannot be reached: with rank 1 in every layer"),
+    ],
+)
+def test_a_size_that_cannot_be_reached_is_refused_at_once(size: float, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        elastic(size)
+    with pytest.raises(OptionError, match=words):
+        elastic(size, cost="macs", example=SHOWN)
+
+
 def test_frozen_layers_are_named_where_they_keep_a_budget_from_being_met() -> None:
     model = lod.decompose(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     name, layer = next(iter(low_rank_layers(model).items()))
     layer.requires_grad_(False)
     with pytest.raises(OptionError, match=rf"frozen layers keep all their ranks \({name}\)"):
-        lod.BudgetTraining(model, optimizer, params=0.1)
+        lod.Elastic(model, optimizer, sizes=[0.1])
     model.requires_grad_(False)
-    with pytest.raises(OptionError, match=r"nothing for BudgetTraining to train.*frozen"):
-        lod.BudgetTraining(model, optimizer, params=0.1)
-
-
-def test_a_budget_of_macs_needs_an_example() -> None:
-    model = lod.decompose(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(OptionError, match="needs an example"):
-        lod.BudgetTraining(model, optimizer, macs=0.2)
-
-
-def test_a_state_of_a_budget_that_pressed_ranks_goes_on_and_lands() -> None:
-    torch.manual_seed(0)
-    model = lod.decompose(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    train = lod.BudgetTraining(model, optimizer, params=0.4, example=torch.empty(1, 20))
-    state = train.state_dict()
-    state["budget"] |= {"phase": "pressing", "steps": 8, "step": 20, "pace": 0.1, "spared": ["0"]}
-    train.load_state_dict(state)
-    assert train.schedule.phase == "whole"
-    lod.fit(model, data(), optimizer=optimizer, method=train, epochs=2)
-    assert train.schedule.phase == "landed"
-    assert count_params(lod.extract(model)) <= 0.4 * count_params(net())
-
-
-def test_a_state_of_another_method_is_refused_and_named() -> None:
-    model = lod.decompose(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    methods = [
-        lod.LoD(model, optimizer),
-        lod.BudgetTraining(model, optimizer, params=0.2),
-        lod.ElasticTraining(model, optimizer, smallest=0.2),
-    ]
-    for method in methods:
-        before = method.state_dict()
-        for other in methods:
-            if other is not method:
-                saved_by, kind = type(other).__name__, type(method).__name__
-                words = f"saved by {saved_by}, but this is a {kind}. Create a {saved_by}"
-                with pytest.raises(TrainingError, match=words):
-                    method.load_state_dict(other.state_dict())
-        assert repr(method.state_dict()) == repr(before)
-        method.load_state_dict(before)
-
-
-def test_a_subclass_goes_on_from_a_state_of_its_method() -> None:
-    class Mine(lod.BudgetTraining):
-        pass
-
-    model = lod.decompose(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = lod.BudgetTraining(model, optimizer, params=0.2).state_dict()
-    mine = Mine(model, optimizer, params=0.4)
-    mine.load_state_dict(state)
-    assert repr(mine.state_dict()) == repr(state)
-
-
-@pytest.mark.parametrize("name", ["Budget", "Pressure"])
-def test_names_that_are_gone_say_what_to_use_instead(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"'{name}'. Use .*Training|'Pressure'. Use LoD"):
-        getattr(lod, name)
+    with pytest.raises(lod.MaestroError, match=r"requires_grad_\(True\)"):
+        lod.Elastic(model, optimizer, sizes=[0.1])
 
 
 def test_costs_are_those_of_the_deployed_model() -> None:
     model = lod.decompose(net(), ranks={"0": 3, "2": 30, "4": 2})
-    example = torch.empty(1, 20)
-    ledger, summary = Ledger.open_for(model, example), lod.summary(model, example)
-    ranks = lod.ranks(copy.deepcopy(model))
-    deployed = ledger.costs(model).at(ranks)
+    ledger, summary = Ledger.open_for(model, SHOWN), lod.summary(model, SHOWN)
+    deployed = ledger.costs(model).at(lod.ranks(model))
     assert deployed.params == summary.fused_params
     assert deployed.macs == summary.fused_macs
 
 
 def test_macs_that_no_rank_can_save_are_not_counted_as_saved() -> None:
-    """Torch's recurrent kernels multiply factors out: a budget of MACs has to come from others."""
+    """Torch's recurrent kernels multiply factors out: a size in MACs has to come from others."""
 
     class Tagger(nn.Module):
         def __init__(self) -> None:
@@ -251,46 +187,9 @@ def test_macs_that_no_rank_can_save_are_not_counted_as_saved() -> None:
     ledger = Ledger.open_for(model, example)
     ranks = dict.fromkeys(lod.ranks(model), 1)
     assert ledger.costs(model).at(ranks).macs == 3 * (4 * 16 * (8 + 16) + 16 + 30)
-    with pytest.raises(lod.MaestroError, match="too small"):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        lod.BudgetTraining(model, optimizer, macs=0.5, example=example)
-
-
-def test_every_step_trains_the_whole_model_and_costs_what_it_does() -> None:
-    model, train, _ = trained({"params": 0.3}, epochs=6, momentum=0.9)
-    x, _ = next(iter(data()))
-    with train.step() as drawn:
-        model(x).sum().backward()
-    assert drawn == lod.ranks(model)
-    train.optimizer.zero_grad()
-    train.optimizer.step()
-    train.end_epoch()
-    whole = train.ledger.epoch_cost(model, {}).macs
-    assert [cost.macs for cost in train.ledger.epochs[-2:]] == [whole, whole]
-    first = train.ledger.epochs[0].macs
-    assert first is not None and whole is not None and first > whole
-
-
-def test_no_layer_is_left_with_fewer_ranks_than_the_task_needs() -> None:
-    """Classes are three directions of the input: no layer may be cut below three."""
-    model, _, _ = trained({"params": 0.25}, epochs=6, momentum=0.9)
-    assert min(lod.ranks(model).values()) >= 3
-
-
-@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
-def test_the_optimizer_goes_on_with_its_moments(adam: bool) -> None:
-    torch.manual_seed(0)
-    model = lod.decompose(net())
-    kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
-    options = {} if adam else {"momentum": 0.9}
-    optimizer = kind(model.parameters(), lr=0.003 if adam else 0.05, **options)
-    train = lod.BudgetTraining(model, optimizer, params=0.3, steps=16)
-    lod.fit(model, data(), optimizer=optimizer, method=train, epochs=1)
-    for layer in low_rank_layers(model).values():
-        for factor in (layer.u, layer.v):
-            for moment in optimizer.state[factor].values():
-                if moment.ndim:
-                    assert moment.shape == factor.shape and bool((moment != 0).any())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(lod.MaestroError, match="cannot be reached"):
+        lod.Elastic(model, optimizer, sizes=[0.5], cost="macs", example=example)
 
 
 class Upsampling(nn.Module):
@@ -307,14 +206,58 @@ class Upsampling(nn.Module):
 def test_layers_that_are_deployed_dense_count_as_dense() -> None:
     torch.manual_seed(0)
     model = lod.decompose(Upsampling())
-    x = torch.randn(2, 16, 3, 3)
-    model(x)
+    dense = count_params(Upsampling())
+    batches = [(torch.randn(4, 16, 3, 3), torch.randn(4, 64)) for _ in range(4)]
+    model(batches[0][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train = lod.BudgetTraining(model, optimizer, params=0.7, steps=3)
-    for _ in range(4):
-        with train.step():
-            model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    train.end_epoch()
-    assert count_params(lod.extract(model)) <= train.schedule.limit
+    train = lod.Elastic(model, optimizer, sizes=[0.7])
+    lod.fit(model, batches, optimizer=optimizer, method=train, epochs=2, loss=nn.MSELoss())
+    assert count_params(lod.extract(model)) <= 0.7 * dense
+
+
+# -- states of other methods -----------------------------------------------------------------------
+
+
+def test_a_state_of_another_method_is_refused_and_named() -> None:
+    model = lod.decompose(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampled, sized = lod.LoD(model, optimizer), lod.Elastic(model, optimizer, sizes=[0.2])
+    for method, other in ((sampled, sized), (sized, sampled)):
+        before = method.state_dict()
+        kind, saved_by = type(method).__name__, type(other).__name__
+        words = f"saved by {saved_by}, but this is {kind}. Create {saved_by}"
+        with pytest.raises(TrainingError, match=words):
+            method.load_state_dict(other.state_dict())
+        assert repr(method.state_dict()) == repr(before)
+        method.load_state_dict(before)
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ({"epoch": 1, "budget": {"kind": "params"}}, "BudgetTraining"),
+        ({"epoch": 1, "sampler": {"strategy": "elastic"}}, "ElasticTraining"),
+    ],
+)
+def test_a_state_of_a_method_that_is_gone_says_so(state: dict[str, Any], name: str) -> None:
+    _, optimizer, train = elastic(0.3)
+    for method in (train, lod.LoD(train.model, optimizer)):
+        with pytest.raises(CheckpointError, match=f"saved by {name}, which Elastic has replaced"):
+            method.load_state_dict(state)
+
+
+def test_a_subclass_goes_on_from_a_state_of_its_method() -> None:
+    class Mine(lod.Elastic):
+        pass
+
+    model, optimizer, train = elastic(0.3)
+    Mine(model, optimizer, sizes=[0.4]).load_state_dict(train.state_dict())
+
+
+# -- what is gone ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Budget", "BudgetTraining", "ElasticTraining", "Pressure"])
+def test_names_that_are_gone_say_what_to_use_instead(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"'{name}'\. Use .*lod\.Elastic\(model, optimizer"):
+        getattr(lod, name)

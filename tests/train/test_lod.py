@@ -17,7 +17,6 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 from maestro_lod import (
-    BudgetTraining,
     LoD,
     MaestroError,
     RankSampler,
@@ -347,15 +346,6 @@ BAD_OPTIONS = [
     {"min_rank": 10**6},
     {"penalty": {"params": 0.2}},
 ]
-
-
-def test_lengths_of_training_that_make_no_sense_are_refused(snapshot):
-    model = low_rank_model()
-    before = snapshot(model)
-    with pytest.raises(OptionError, match="steps"):
-        BudgetTraining(model, sgd(model), params=0.5, steps=1.5)
-    before.assert_unchanged(model)
-    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("options", BAD_OPTIONS, ids=str)
@@ -905,10 +895,7 @@ def test_a_model_that_runs_at_fewer_ranks_is_not_trained():
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
     model = low_rank_model()
-    options = {"params": np.float32(0.75), "steps": np.int64(3)}
-    train = BudgetTraining(model, sgd(model), **options, min_rank=np.int64(2))
-    assert (train.schedule.steps, train.min_rank) == (3, 2)
-    assert LoD(model, sgd(model), seed=np.int64(1)).min_rank == 0
+    assert LoD(model, sgd(model), seed=np.int64(1), min_rank=np.int64(2)).min_rank == 2
 
 
 def test_what_is_no_averaged_copy_is_refused_at_once() -> None:
@@ -1006,29 +993,22 @@ def test_a_full_pass_takes_outputs_of_any_structure() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("budget", [False, True])
-def test_a_step_that_a_scaler_skips_moves_nothing(fused: bool, budget: bool) -> None:
+def test_a_step_that_a_scaler_skips_moves_nothing(fused: bool) -> None:
     model = low_rank_model()
     optimizer = optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    train = (
-        BudgetTraining(model, optimizer, params=0.5)
-        if budget
-        else LoD(model, optimizer, penalty=0.1, proximal=True)
-    )
+    train = LoD(model, optimizer, penalty=0.1, proximal=True)
     scaler = torch.amp.GradScaler("cpu")
-    with train.step():  # a budget's first one turns factors to weights, before anything is moved
+    with train.step():
         before = copy.deepcopy(model.state_dict())
         scaler.scale(model(batch(0, 0)[0]).sum() * float("inf")).backward()
     scaler.step(optimizer)
     scaler.update()
     assert_same(before, model.state_dict())
-    assert not budget or train.schedule.step == 0
     optimizer.zero_grad()
     with train.step():  # the scale is smaller now
         scaler.scale(model(batch(0, 0)[0]).sum()).backward()
     scaler.step(optimizer)
     assert any(not torch.equal(one, before[name]) for name, one in model.state_dict().items())
-    assert not budget or train.schedule.step == 1
 
 
 def test_models_of_packed_sequences_train_and_are_counted() -> None:

@@ -41,7 +41,7 @@ def test_a_penalty_that_removes_nothing_is_said_after_a_third_and_at_the_end(
     assert said == [record.note for record in history if record.note]
     for epoch, text in zip(at, said, strict=True):
         assert f"after {epoch} of {epochs} epochs 16 of 16 ranks are left" in text
-        assert "BudgetTraining(model, optimizer, params=0.25)" in text
+        assert "Elastic(model, optimizer, sizes=[0.25])" in text
         assert "budget.params=0.25" in text
         assert "penalty=1e-08" in text
 

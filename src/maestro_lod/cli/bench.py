@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -17,7 +16,7 @@ from maestro_lod.model.inputs import ModelInputs, model_device
 from maestro_lod.model.surgery import extract
 from maestro_lod.progress import OnProgress
 from maestro_lod.sizes.choice import Choice
-from maestro_lod.sizes.timing import ROUNDS, eager, interleaved, ratios
+from maestro_lod.sizes.timing import ROUNDS, eager, interleaved, relative
 from maestro_lod.text import table
 
 
@@ -58,13 +57,15 @@ def bench(
         (
             name,
             *_relative_costs(costs[name], costs["dense form"]),
-            _relative_time(times[name], times["dense form"]),
+            _relative_time(*relative(times, name, "dense form")),
             *(f"{value:.4f}" for value in tests[name].values()),
         )
         for name in models
     ]
     header = ("", "params", "MACs", "bytes", "latency", *(f"test {n}" for n in tests["dense form"]))
-    method = f"batch {batch}, {torch.get_num_threads()} threads, medians of {ROUNDS} rounds"
+    method = (
+        f"batch {batch}, {torch.get_num_threads()} threads, medians of {ROUNDS} interleaved rounds"
+    )
     return f"{table(header, rows, right=range(1, len(header)))}\n{method}"
 
 
@@ -99,6 +100,5 @@ def _relative_costs(cost: Cost, dense: Cost) -> tuple[str, str, str]:
     )
 
 
-def _relative_time(times: Sequence[float], dense: Sequence[float]) -> str:
-    ratio = statistics.median(ratios(times, dense))
-    return f"{1e3 * statistics.median(times):.3f} ms ({ratio:.2f}×)"
+def _relative_time(seconds: float, ratio: float) -> str:
+    return f"{1e3 * seconds:.3f} ms ({ratio:.2f}×)"

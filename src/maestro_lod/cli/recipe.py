@@ -274,7 +274,7 @@ def _owners(keys: Iterable[str], method: type[Settings]) -> dict[str, type[Setti
 
 def _without_foreign(settings: Mapping[str, Any], method: type[Settings]) -> dict[str, Any]:
     """Drop settings of other methods at their defaults; raise OptionError for other values."""
-    settings = _without_pressure(settings)
+    settings = without_budget_steps(_without_pressure(settings))
     owners = _owners(settings, method)
     useless = [
         key
@@ -297,6 +297,19 @@ def _without_pressure(settings: Mapping[str, Any]) -> dict[str, Any]:
             "budget.params (a size)."
         )
     return {key: value for key, value in settings.items() if key != "pressure"}
+
+
+def without_budget_steps(settings: Mapping[str, Any], *, used: bool = False) -> dict[str, Any]:
+    """Drop `budget.steps` of older recipes; raise OptionError for a value unless it was `used`."""
+    budget = settings.get("budget")
+    if not isinstance(budget, Mapping) or "steps" not in budget:
+        return dict(settings)
+    if budget["steps"] is not None and not used:
+        raise OptionError(
+            f"budget.steps={budget['steps']} is not supported any more: a budget is applied after "
+            "the epochs of the recipe. Remove it."
+        )
+    return {**settings, "budget": {key: budget[key] for key in budget if key != "steps"}}
 
 
 def _is_default(key: str, value: Any, section: type[Section]) -> bool:

@@ -53,7 +53,6 @@ METHODS: Registry[type[Settings]] = Registry(
     "method",
     {
         "lod": "train.lod_settings:LoDSettings",
-        "elastic": "train.elastic_settings:ElasticSettings",
         "dense": "train.dense:DenseSettings",
         "narrow": "baselines.narrow:NarrowSettings",
         "svd": "baselines.svd:SVDSettings",
@@ -71,6 +70,7 @@ MODELS: Registry[Callable[..., nn.Module]] = Registry(
     "model",
     {
         "lenet": "cli.models.lenet:LeNet",
+        "mlp": "cli.models.mlp:MLP",
         "resnet18": "baselines.models.resnet:resnet18",
         "resnet18_small": "baselines.models.resnet:resnet18_small",
         "resnet50": "baselines.models.resnet:resnet50",

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from maestro_lod.cli.data import Data
-from maestro_lod.cli.recipe import SGD, Recipe, checked, dumped
+from maestro_lod.cli.recipe import SGD, Recipe, checked, dumped, without_budget_steps
 from maestro_lod.cli.report import write_report
 from maestro_lod.cli.run_files import (
     RunDirectory,
@@ -107,7 +107,7 @@ class Run(RunDirectory):
             )
             raise OptionError(f"{directory} {what}. To make one: lod train RECIPE --out DIR")
         require_no_link_out(directory)
-        settings = settings_in(config)
+        settings = without_budget_steps(settings_in(config), used=True)
         if not trust:
             require_trust(settings, config)
         return cls(directory, checked(settings, str(config)))
@@ -215,6 +215,8 @@ class Run(RunDirectory):
             setup.optimizer.load_state_dict(state["optimizer"])
             setup.method.load_state_dict(method)
             progress = Progress.from_state(state["progress"])
+        except CheckpointError:  # of a method that is gone
+            raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             reason = str(error).partition("\n")[0]
             raise CheckpointError(

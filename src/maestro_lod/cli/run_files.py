@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.cli.recipe import Recipe
+from maestro_lod.cli.recipe import Recipe, without_budget_steps
 from maestro_lod.cli.yaml_settings import shown
 from maestro_lod.errors import CheckpointError, OptionError, TrainingError, listed
 from maestro_lod.files.atomic import alone_in, open_to_append, remove_leftovers, replacing
@@ -204,7 +204,8 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
 def require_same_settings(before: Mapping[str, Any] | None, recipe: Recipe, file: Path) -> None:
     """Raise CheckpointError if a file was written with other settings; old files name none."""
     now = fixed_settings(recipe)
-    known = {key: value for key, value in (before or {}).items() if key in now}
+    known = without_budget_steps(before or {}, used=True)
+    known = {key: value for key, value in known.items() if key in now}
     changed = _differences("", known, {key: now[key] for key in known})
     if changed:
         raise CheckpointError(

@@ -25,6 +25,7 @@ from maestro_lod.deploy.deployment import (
     deploy_size,
     require_usable,
 )
+from maestro_lod.deploy.export import QUANTIZED
 from maestro_lod.errors import OptionError, require_whole
 from maestro_lod.files.atomic import alone_in, remove_leftovers
 from maestro_lod.files.json_files import read_json_file
@@ -225,16 +226,26 @@ def deploy(
         trained.model if cut or trained.plain is None else trained.plain,
         frontier_of(trained, on_progress) if limits else None,
         out,
-        example=trained.example(batch),
+        example=trained.data.example,
+        timed=trained.example(batch),
         formats=formats,
         test=trained.tested,
         judge=lambda ranks: search(trained, ranks=[ranks])[-1],
         finetune=partial(_finetuned, trained, finetune_epochs) if finetune_epochs else None,
         multiple=multiple,
         int8=int8,
+        calibration=_calibration(trained) if int8 else (),
         prefer_speed=prefer_speed,
         **limits,
     )
+
+
+_CALIBRATED = 128  # samples per batch: ranges of activations need few
+
+
+def _calibration(trained: Trained) -> list[ModelInputs]:
+    batches = first_samples(trained.data.train, _CALIBRATED)
+    return [ModelInputs.wrap(inputs).rows(0, _CALIBRATED) for inputs, _ in batches]
 
 
 _NOTICEABLE = 0.01  # fall of the accuracy
@@ -277,5 +288,5 @@ def require_deployable(
     if limits:
         require_limits(limits)
     require_usable(out, formats)
-    if int8 and "onnx" not in formats:
-        raise OptionError("--int8 needs the format onnx. Add --to onnx, or remove --int8.")
+    if int8 and not set(formats) & set(QUANTIZED):
+        raise OptionError("--int8 needs the format onnx or pte. Add --to onnx, or remove --int8.")

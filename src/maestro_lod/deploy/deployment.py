@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from maestro_lod.deploy.export import FORMATS, Exported, export, open_runner
+from maestro_lod.deploy.export import FORMATS, QUANTIZED, Exported, export, open_runner
+from maestro_lod.deploy.file_model import FileModel
 from maestro_lod.deploy.manifest import write_manifest
 from maestro_lod.errors import LayerError, OptionError, OutputError, listed, suggest
 from maestro_lod.files.atomic import replacing_directory
@@ -26,7 +26,7 @@ from maestro_lod.model.limits import Size
 from maestro_lod.progress import ProgressLine
 from maestro_lod.sizes.choice import Judge, choose
 from maestro_lod.sizes.latency import all_dense
-from maestro_lod.sizes.timing import ROUNDS, eager, interleaved, ratios
+from maestro_lod.sizes.timing import ROUNDS, eager, interleaved, relative
 from maestro_lod.text import table
 
 _NOISE = 1.05  # timings that differ by less are equal
@@ -41,6 +41,8 @@ class Deployed:
     seconds: float
     dense_seconds: float
     dense_bytes: int
+    test: dict[str, float]
+    """Test metrics of the file: its own if it is quantized, else those of the model."""
 
     @property
     def over_dense(self) -> float:
@@ -78,6 +80,7 @@ class Deployment:
                 "dense_seconds": deployed.dense_seconds,
                 "latency_over_dense": deployed.over_dense,
                 "dense_bytes": deployed.dense_bytes,
+                "test": deployed.test,
             }
             for deployed in self.files
         ]
@@ -92,10 +95,14 @@ class Deployment:
                 f"{1e3 * deployed.seconds:.3f} ms",
                 f"{deployed.over_dense:.2f}×",
                 f"{deployed.file.difference:.0e}",
+                *(f"{value:.4f}" for value in deployed.test.values()),
             )
             for deployed in self.files
         ]
-        header = ("file", "bytes", "of dense", "latency", "of dense", "difference")
+        header = (
+            "file", "bytes", "of dense", "latency", "of dense", "difference",
+            *(f"test {name}" for name in self.test),
+        )  # fmt: skip
         lines = [
             f"params {self.params:,} ({self.params / self.dense_params:.2f}×)  "
             f"MACs {self.macs:,} ({self.macs / max(self.dense_macs, 1):.2f}×)  "
@@ -106,7 +113,20 @@ class Deployment:
             if self.untuned_test is not None:
                 other = f"before fine-tuning {self.untuned_test[name]:.4f}, {other}"
             lines.append(f"test {name} {value:.4f}  ({other})")
-        return "\n".join([*lines, "", table(header, rows, right=range(1, 6))])
+        files = table(header, rows, right=range(1, len(header)))
+        return "\n".join([*lines, "", files, *self._slower_than_dense()])
+
+    def _slower_than_dense(self) -> list[str]:
+        """Return a line for each file that is slower than dense, with the reason."""
+        share = self.macs / max(self.dense_macs, 1)
+        calls = "its layers are so small that calls take the time, not arithmetic"
+        int8 = "quantizing activations takes more time than products in 8 bits save"
+        return [
+            f"{deployed.file.path.name} is slower than its dense form, with {share:.2f}× of its "
+            f"MACs: {int8 if deployed.file.quantize else calls}."
+            for deployed in self.files
+            if deployed.over_dense > _NOISE
+        ]
 
 
 def deploy_size(
@@ -115,12 +135,14 @@ def deploy_size(
     out: str | os.PathLike[str],
     *,
     example: Example,
+    timed: Example | None = None,
     formats: Sequence[str] = ("onnx",),
     test: Callable[[nn.Module], dict[str, float]] | None = None,
     judge: Judge | None = None,
     finetune: Callable[[nn.Module], object] | None = None,
     multiple: int | None = None,
     int8: bool = False,
+    calibration: Sequence[Example] = (),
     prefer_speed: bool = False,
     **limits: float,
 ) -> Deployment:
@@ -137,16 +159,19 @@ def deploy_size(
         model: The low-rank model.
         sizes: The sizes to choose from; None without limits.
         out: A new directory for the files.
-        example: An input of the model; its batch size is the one that is timed.
-        formats: "onnx", "pt2" or "safetensors".
+        example: An input of the model, for which MACs are counted.
+        timed: An input with the batch size to write and time files for; by default the example.
+        formats: "onnx", "pt2", "pte" or "safetensors".
         test: `test(plain)` may recalibrate the extracted model and returns metrics to report.
         judge: `judge(ranks)` evaluates ranks that were rounded, which the search did not see.
         finetune: `finetune(plain)` may train the extracted model before it is written; the report
             has its metrics before and after.
         multiple: Round ranks to multiples of this number.
-        int8: Write an additional ONNX file with weights in 8 bits.
-        prefer_speed: Multiply out layers that are slower factored, as far as the limits allow. A
-            limit on latency does so too.
+        int8: Write an additional .onnx and .pte file in 8 bits, and test it too.
+        calibration: Inputs from which int8 files take the ranges of activations; see `export`.
+        prefer_speed: Multiply out layers that are slower factored, as far as the limits allow, and
+            leave out files slower than dense. A limit on latency multiplies out too, and so does
+            a limit on the size if the frontier has measured latencies.
         **limits: The limits of `Frontier.pick`. They hold for the written model: for rounded ranks,
             and for the latency on this machine at the example's batch size. Without limits the
             model is written at its stored ranks.
@@ -160,8 +185,9 @@ def deploy_size(
     out = Path(out)
     require_usable(out, formats)
     ranks, point, plain = choose(
-        model, sizes, limits, example, multiple, judge, prefer_speed=prefer_speed
+        model, sizes, limits, example, multiple, judge, timed=timed, prefer_speed=prefer_speed
     )
+    timed = example if timed is None else timed
     dense = all_dense(model) if low_rank_layers(model) else copy.deepcopy(model)
     test, untuned = test or (lambda plain: {}), None
     if finetune is not None:
@@ -170,12 +196,15 @@ def deploy_size(
     reached, reached_dense = test(plain), test(dense)
     cost, dense_cost = cost_of(plain, example), sizes.dense if sizes else cost_of(dense, example)
     with replacing_directory(out) as directory:
-        writer = _Writer(plain, dense, directory, example, limits.get("max_latency"), prefer_speed)
+        writer = _Writer(
+            plain, dense, directory, timed, limits.get("max_latency"), prefer_speed,
+            calibration, test, reached,
+        )  # fmt: skip
         writer.write_all(formats, int8=int8)
         deployment = Deployment(
             point, ranks, cost.params, cost.macs or 0, dense_cost.params,
             dense_cost.macs or 0, reached, reached_dense, untuned, [*writer.files.values()],
-            writer.left_out, ModelInputs.from_example(example).batch_size, torch.get_num_threads(),
+            writer.left_out, ModelInputs.from_example(timed).batch_size, torch.get_num_threads(),
         )  # fmt: skip
         write_manifest(directory, deployment.to_dict())
     return deployment
@@ -202,6 +231,9 @@ class _Writer:
     example: Example
     most_seconds: float | None
     prefer_speed: bool
+    calibration: Sequence[Example]
+    test: Callable[[nn.Module], dict[str, float]]
+    reached: dict[str, float]
     files: dict[str, Deployed] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -211,8 +243,8 @@ class _Writer:
         requested: list[tuple[str, Literal["int8"] | None]] = [
             (format_, None) for format_ in formats
         ]
-        if int8 and "onnx" in formats:
-            requested.append(("onnx", "int8"))
+        if int8:
+            requested += [(format_, "int8") for format_ in formats if format_ in QUANTIZED]
         for format_, quantize in requested:
             name = f"model.{quantize}.{format_}" if quantize else f"model.{format_}"
             progress(lambda name=name: f"writing {name}")  # type: ignore[misc]
@@ -249,7 +281,7 @@ class _Writer:
                 f"machine at batch {batch}. Try a larger batch or a smaller size, or leave "
                 "prefer_speed out."
             )
-        usual = self.files.get("model.onnx")
+        usual = self.files.get(f"model.{written.file.format}")
         if written.file.quantize and usual and written.file.bytes >= usual.file.bytes:
             return (
                 f"{name} has {written.file.bytes:,} bytes, and {usual.file.path.name} has "
@@ -258,7 +290,10 @@ class _Writer:
         return None
 
     def _written(self, path: Path, format_: str, quantize: Literal["int8"] | None) -> Deployed:
-        file = export(self.small, path, example=self.example, quantize=quantize)
+        file = export(
+            self.small, path, example=self.example, quantize=quantize,
+            calibration=self.calibration if quantize else (),
+        )  # fmt: skip
         runs = ModelInputs.from_example(self.example).drawn(model_device(self.small))
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
             other = Path(scratch) / f"dense.{format_}"
@@ -269,7 +304,7 @@ class _Writer:
                 small_file, dense_file = open_runner(path), open_runner(other)
                 run_small, run_dense = lambda: small_file(runs), lambda: dense_file(runs)
             times = interleaved({"small": run_small, "dense": run_dense}, rounds=ROUNDS)
-        ratio = statistics.median(ratios(times["small"], times["dense"]))
-        dense_seconds = statistics.median(times["dense"])
+        seconds, ratio = relative(times, "small", "dense")
+        test = self.test(FileModel(file, self.small, runs)) if quantize else self.reached
         named = replace(file, path=Path(path.name))
-        return Deployed(named, ratio * dense_seconds, dense_seconds, dense_export.bytes)
+        return Deployed(named, seconds, seconds / ratio, dense_export.bytes, test)

@@ -2,6 +2,7 @@
 
 .onnx           ONNX, for onnxruntime and other runtimes
 .pt2            torch.export, for torch and AOTInductor
+.pte            ExecuTorch with XNNPACK, for phones and small computers
 .safetensors    tensors alone, for `load(path, into=model)`
 """
 
@@ -11,19 +12,17 @@ import copy
 import importlib
 import logging
 import os
-import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from maestro_lod.deploy import pt2_file
 from maestro_lod.deploy.verification import (
     INT8_TOLERANCE,
     TOLERANCE,
@@ -39,14 +38,14 @@ from maestro_lod.model.checkpoint import plain_state, save_plain
 from maestro_lod.model.cost import count_params
 from maestro_lod.model.inputs import Example, ModelInputs, in_mode, model_device, tensors_in
 from maestro_lod.model.surgery import extract
-from maestro_lod.sizes.timing import interleaved, ratios, run
+from maestro_lod.sizes.timing import ROUNDS, interleaved, relative, run
 from maestro_lod.text import install_command
 
 __all__ = ["FORMATS", "INT8_TOLERANCE", "TOLERANCE", "Exported", "export", "open_runner"]
 
-FORMATS = ("onnx", "pt2", "safetensors")
-
-_ROUNDS = 9
+FORMATS = ("onnx", "pt2", "pte", "safetensors")
+QUANTIZED = ("onnx", "pte")
+"""Formats that can have 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,9 @@ class Exported:
     difference: float
     """The largest difference of an output to the model's, relative to the largest output."""
     batch: int | None
-    """The only batch size that the file takes; None if it takes any."""
+    """The only batch size that the file takes; None if it takes several."""
+    max_batch: int | None
+    """The largest batch size that the file takes; None without a limit."""
     seconds: float
     """The median time of one run at the example's batch size."""
     over_eager: float
@@ -81,7 +82,8 @@ class Exported:
 
     def __str__(self) -> str:
         kind = self.format if self.quantize is None else f"{self.format} {self.quantize}"
-        batch = "any batch size" if self.batch is None else f"batch size {self.batch} only"
+        batch = "any batch size" if self.max_batch is None else f"batch sizes to {self.max_batch}"
+        batch = batch if self.batch is None else f"batch size {self.batch} only"
         return (
             f"{self.path}: {kind}, {self.params:,} params, {self.bytes:,} bytes "
             f"({self.size_ratio:.2f}× the weights), max difference {self.difference:.1e}, "
@@ -96,12 +98,14 @@ def export(
     example: Example,
     format: str | None = None,
     quantize: Literal["int8"] | None = None,
+    calibration: Iterable[Example] = (),
 ) -> Exported:
     """Write a model to a file, after verifying that the file has the same outputs.
 
     A low-rank model is extracted first, at its stored ranks. A temporary file is run on random
     inputs at two batch sizes and compared with the model, up to `TOLERANCE`, before it is moved to
-    `path`; a failure leaves no file. Files take any batch size, if the model can be traced for it.
+    `path`; a failure leaves no file. Files take any batch size, if the model can be traced for it;
+    .pte files, whose memory is planned in advance, take batches up to that of the example.
 
     >>> exported = export(model, "model.onnx", example=x)
 
@@ -110,9 +114,11 @@ def export(
         path: The file to write; an existing one is replaced.
         example: An input of the model, whose leading dimension is the batch. Floats only need the
             right shapes; integers, such as token ids, are used as inputs.
-        format: "onnx", "pt2" or "safetensors"; by default the suffix of the path.
-        quantize: "int8" stores the weights of an ONNX file in 8 bits, and quantizes activations at
-            run time.
+        format: "onnx", "pt2", "pte" or "safetensors"; by default the suffix of the path.
+        quantize: "int8" stores the weights of an .onnx or .pte file in 8 bits, by the quantizer of
+            its runtime. Activations are quantized too.
+        calibration: Inputs like the example from which `quantize` takes the ranges of activations.
+            Without any, ranges are computed at run time, which takes longer.
 
     Returns:
         The file, its size, its time, and its largest difference from the model.
@@ -125,32 +131,54 @@ def export(
     """
     path = Path(path)
     format = _known_format(path, format)
-    _require_possible(model, format, quantize)
+    call = ModelInputs.from_example(example)
+    samples = [part for batch in calibration for part in _parts(batch, call.batch_size)]
+    _require_possible(model, format, quantize, samples)
     plain = extract(model) if low_rank_layers(model) else model
-    call, device = ModelInputs.from_example(example), model_device(plain)
+    device = model_device(plain)
+    samples = [sample.to(device) for sample in samples]
     usual = call.drawn(device)
     with replacing(path) as temporary, in_mode(plain, training=False), torch.no_grad(), _quiet():
         require_numbers(plain, run(plain, usual))  # before anything else, for a clear error
-        runner, batch = _written(plain, call, temporary, format, quantize)
-        other = [] if batch else [call.drawn(device, batch=1 if call.batch_size > 1 else 3)]
+        batch = _write(plain, call, temporary, format, quantize, samples)
+        second = 1 if call.batch_size > 1 else 3
+        if samples:  # the ranges of activations are those of real inputs
+            calls = [samples[0]] if batch else [samples[0], samples[0].rows(0, second)]
+        else:
+            calls = [usual] if batch else [usual, call.drawn(device, batch=second)]
         limit = INT8_TOLERANCE if quantize else output_tolerance(plain)
-        difference = require_same_outputs(plain, runner, [usual, *other], limit, path)
+        runner = _runner(plain, temporary, format, calls)
+        difference = require_same_outputs(plain, runner, calls, limit, path)
+        if format == "pte":
+            runner = _open_runner(temporary, format)
         times = _timed(plain, None if format == "safetensors" else runner, usual)
     weight_bytes = sum(p.nbytes for p in plain.parameters())
     size = path.stat().st_size
     return Exported(
-        path, format, quantize, count_params(plain), weight_bytes, size, difference, batch, *times
-    )
+        path, format, quantize, count_params(plain), weight_bytes, size, difference, batch,
+        call.batch_size if format == "pte" else batch, *times,
+    )  # fmt: skip
 
 
-def _require_possible(model: nn.Module, format: str, quantize: str | None) -> None:
+def _parts(batch: Example, size: int) -> list[ModelInputs]:
+    """Return a batch in parts of one size; the last one repeats the first rows."""
+    call = ModelInputs.from_example(batch)
+    return [call.rows(start, size) for start in range(0, call.batch_size, size)]
+
+
+def _require_possible(
+    model: nn.Module, format: str, quantize: str | None, samples: list[ModelInputs]
+) -> None:
     """Raise OptionError if a format cannot hold the model, or its tools are not installed."""
-    if quantize not in (None, "int8") or (quantize and format != "onnx"):
+    if quantize not in (None, "int8") or (quantize and format not in QUANTIZED):
         raise OptionError(
-            f"quantize={quantize!r} is not available for {format}. Use 'int8' with an .onnx file."
+            f"quantize={quantize!r} is not available for {format}. Use 'int8' with an .onnx or "
+            ".pte file."
         )
-    if format == "onnx":
-        _onnx_file()
+    if samples and not quantize:
+        raise OptionError("calibration has no effect without quantize. Add quantize='int8'.")
+    if format != "safetensors":
+        _tools(format)
     untraceable = [name for name, _ in model.named_modules() if set(name) & set('"\\\n\r')]
     if untraceable and format != "safetensors":  # the others use the names in code
         raise OptionError(
@@ -159,20 +187,39 @@ def _require_possible(model: nn.Module, format: str, quantize: str | None) -> No
         )
 
 
-def _written(
-    plain: nn.Module, call: ModelInputs, path: Path, format: str, quantize: str | None
-) -> tuple[Runner, int | None]:
-    """Write a file; return its runner, and its batch size if it takes only one."""
+def _write(
+    plain: nn.Module,
+    call: ModelInputs,
+    path: Path,
+    format: str,
+    quantize: str | None,
+    samples: list[ModelInputs],
+) -> int | None:
+    """Write a file; return its batch size if it takes only one."""
     if format == "safetensors":
         save_plain(plain, path)
-        return _reloaded(plain, path), None
+        return None
     program, batch = _traced(plain, call, format)
+    if quantize and format == "pte":
+        with _refusing(plain, format):
+            quantized = _tools(format).quantized(program, samples)
+        program, batch = _traced(quantized, ModelInputs(tuple(call.tensors), {}), format)
     with _refusing(plain, format):
-        if format == "onnx":
-            _onnx_file().write(program, path, int8=quantize is not None)
+        if quantize and format == "onnx":
+            _tools(format).write_int8(program, path, samples)
         else:
-            pt2_file.write(program, path)
-    return _open_runner(path, format), batch
+            _tools(format).write(program, path)
+    return batch
+
+
+def _runner(plain: nn.Module, path: Path, format: str, calls: list[ModelInputs]) -> Runner:
+    """Return a function that runs a new file on these calls, in their order."""
+    if format == "safetensors":
+        return _reloaded(plain, path)
+    if format == "pte":  # its runtime ends the process at some errors
+        outputs = iter(_tools(format).run_elsewhere(path, calls))
+        return lambda _: cast("list[Tensor]", next(outputs))
+    return _open_runner(path, format)
 
 
 def _timed(plain: nn.Module, runner: Runner | None, call: ModelInputs) -> tuple[float, float]:
@@ -180,26 +227,23 @@ def _timed(plain: nn.Module, runner: Runner | None, call: ModelInputs) -> tuple[
     variants: dict[str, Callable[[], object]] = {"eager": lambda: run(plain, call)}
     if runner is not None:
         variants["file"] = lambda: runner(call)
-    times = interleaved(variants, rounds=_ROUNDS)
-    seconds = times.get("file", times["eager"])
-    return statistics.median(seconds), statistics.median(ratios(seconds, times["eager"]))
+    times = interleaved(variants, rounds=ROUNDS)
+    return relative(times, "eager" if runner is None else "file", "eager")
 
 
 def open_runner(path: str | os.PathLike[str]) -> Runner:
-    """Load an exported .onnx or .pt2 file, and return a function that runs it."""
+    """Load an exported .onnx, .pt2 or .pte file, and return a function that runs it."""
     path = Path(path)
     return _open_runner(path, _known_format(path, None))
 
 
 def _open_runner(path: Path, format: str) -> Runner:
-    if format == "onnx":
-        runner: Runner = _onnx_file().open_runner(path)
-        return runner
-    if format == "pt2":
-        return pt2_file.open_runner(path)
-    raise OptionError(
-        f"{path} contains only tensors and cannot be run. Use load(path, into=model)."
-    )
+    if format == "safetensors":
+        raise OptionError(
+            f"{path} contains only tensors and cannot be run. Use load(path, into=model)."
+        )
+    runner: Runner = _tools(format).open_runner(path)
+    return runner
 
 
 # -- formats -----------------------------------------------------------------------------------
@@ -215,12 +259,18 @@ def _known_format(path: Path, format: str | None) -> str:
     return name
 
 
-def _onnx_file() -> Any:
+_EXTRAS = {"onnx": "export", "pte": "executorch"}
+
+
+def _tools(format: str) -> Any:
+    """Import the module of a format; raise OptionError if its tools are not installed."""
     try:
-        return importlib.import_module("maestro_lod.deploy.onnx_file")
+        return importlib.import_module(f"maestro_lod.deploy.{format}_file")
     except ImportError as error:
+        names = {"onnx": "ONNX", "pte": "ExecuTorch"}
         raise OptionError(
-            f"ONNX files need {error.name}, which is not installed: {install_command('export')}."
+            f"{names[format]} files need {error.name}, which is not installed: "
+            f"{install_command(_EXTRAS[format])}."
         ) from error
 
 
@@ -231,9 +281,15 @@ def _traced(model: nn.Module, call: ModelInputs, format: str) -> tuple[ExportedP
         The traced model, and the only batch size that it takes; None if it takes any.
     """
     device, size = model_device(model), call.batch_size
+    if format == "pte":
+        model, call = _of_tensors(model, call)
+        if size == 1:  # memory is planned for the traced batch, and no larger one
+            with _refusing(model, format):
+                return torch.export.export(model, call.drawn(device).args), 1
     several = max(size, 2)  # torch.export treats a batch of one as a constant
     traced = call.drawn(device, batch=several)
-    batch, shapes = Dim("batch"), cast("Any", ShapesCollection)()
+    most = several if format == "pte" else None
+    batch, shapes = Dim("batch", max=most), cast("Any", ShapesCollection)()
     for tensor in traced.tensors:
         if tensor.ndim and tensor.shape[0] == several:
             shapes[tensor] = {0: batch}
@@ -252,6 +308,24 @@ def _traced(model: nn.Module, call: ModelInputs, format: str) -> tuple[ExportedP
             stacklevel=4,
         )
         return exported, size
+
+
+def _of_tensors(model: nn.Module, call: ModelInputs) -> tuple[nn.Module, ModelInputs]:
+    """Return a model that takes only the tensors of a call, and its call."""
+
+    class OfTensors(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *tensors: Tensor) -> Any:
+            values = iter(tensors)
+            return call.map_tensors(lambda _: next(values)).call(self.model)
+
+    OfTensors.__name__ = type(model).__name__
+    wrapped = OfTensors()
+    wrapped.training = model.training  # a traced model cannot change its mode
+    return wrapped, ModelInputs(tuple(call.tensors), {})
 
 
 def _reloaded(model: nn.Module, path: Path) -> Runner:

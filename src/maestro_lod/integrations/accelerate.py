@@ -37,8 +37,8 @@ from maestro_lod.integrations.trainer_steps import FixedBatches, Seen, TrainerSt
 from maestro_lod.layers.ranks import unwrapped
 from maestro_lod.model.inputs import ModelInputs, model_device, on_device, split_batch
 from maestro_lod.sizes.outputs import SoftLoss
+from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.evaluate import CrossEntropy
-from maestro_lod.train.every_size import Elastic
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import RunPlan
 

@@ -23,8 +23,8 @@ from maestro_lod.layers.ranks import match_ranks, require_low_rank
 from maestro_lod.model.inputs import Example
 from maestro_lod.sizes.measured_allocation import CostKind
 from maestro_lod.sizes.outputs import SoftLoss
+from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.evaluate import recalibrate
-from maestro_lod.train.every_size import Elastic
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import RunPlan, Schedule
 from maestro_lod.train.shrink import unwrapped_optimizer

@@ -35,7 +35,7 @@ from maestro_lod.integrations.driver import (
 from maestro_lod.integrations.trainer_steps import FixedBatches, TrainerSteps
 from maestro_lod.layers.ranks import require_low_rank
 from maestro_lod.sizes.outputs import SoftLoss
-from maestro_lod.train.every_size import Elastic
+from maestro_lod.train.elastic import Elastic
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import RunPlan
 

@@ -27,6 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from maestro_lod.errors import CheckpointError, LayerError, listed
 from maestro_lod.files.json_files import require_shape
 from maestro_lod.files.tensor_file import distinct
+from maestro_lod.layers.pivoted import PivotedForm
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.checkpoint_header import structure_of_plain
 from maestro_lod.model.replace import copy_on_meta
@@ -230,7 +231,7 @@ class LowRankQuantizer(HfQuantizer):
         except LayerError as error:
             raise CheckpointError(f"config.json is of another model: {error}") from None
         for name, module in model.named_modules():
-            if name in structure and isinstance(module, nn.Sequential):
+            if name in structure and name in dense and _is_several(module):
                 _add_placeholders(module, dense[name])
         for name in names:
             if self.quantization_config.layers[name].get("dense_only"):
@@ -280,7 +281,7 @@ class LowRankQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model._weight_conversions = []  # the model's own names are those of the file
         for module in model.modules():
-            if isinstance(module, nn.Sequential):
+            if _is_several(module):
                 _remove_placeholders(module)
         vars(model.config).pop("auto_map", None)  # it names a file that would not be saved again
         for layer in low_rank_layers(model).values():
@@ -315,16 +316,21 @@ class LowRankQuantizer(HfQuantizer):
         return model
 
 
-def _add_placeholders(layers: nn.Sequential, dense: nn.Module) -> None:
+def _is_several(module: nn.Module) -> bool:
+    """Return whether a module may be several plain layers in the place of one."""
+    return isinstance(module, nn.Sequential | PivotedForm)
+
+
+def _add_placeholders(layers: nn.Module, dense: nn.Module) -> None:
     """Let code that initializes a module above find a weight here, which needs no values."""
     for key, value in dense._parameters.items():
-        if value is not None:
+        if value is not None and layers._parameters.get(key) is None:
             placeholder = torch.empty_like(value, device="meta")
             placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
             vars(layers)[key] = placeholder
 
 
-def _remove_placeholders(layers: nn.Sequential) -> None:
+def _remove_placeholders(layers: nn.Module) -> None:
     for key in [key for key, value in vars(layers).items() if isinstance(value, Tensor)]:
         if hasattr(value := vars(layers)[key], "_is_hf_initialized") and value.is_meta:
             del vars(layers)[key]

@@ -2,7 +2,8 @@
 
 `Trainer.save_model` and `extract(model).save_pretrained` write no word about which layers are low
 rank, but the names and shapes of the tensors say it: `u` and `v` of a low-rank layer, `0.weight`
-and `1.weight` of two plain ones in the place of one.
+and `1.weight` of two plain ones in the place of one, `first.weight` and `second.weight` of a
+pivoted one.
 """
 
 from __future__ import annotations
@@ -58,13 +59,18 @@ def _structure(model: PreTrainedModel, tensors: Mapping[str, Tensor], where: Pat
             structure[name] = Form("low-rank", len(tensors[f"{saved}.v"]))
         elif f"{saved}.1.weight" in tensors:
             structure[name] = Form("factored", tensors[f"{saved}.1.weight"].shape[1])
+        elif f"{saved}.second.weight" in tensors:
+            kept = tensors.get(f"{saved}.kept")
+            groups = getattr(module, "groups", 1)
+            rank = tensors[f"{saved}.second.weight"].shape[1] if kept is None else len(kept)
+            structure[name] = Form("pivoted", rank if kept is None else rank // groups)
         elif own is not None and there is not None and not _is_of_torch(module):
             if there.shape == own.shape[::-1] != own.shape:  # extract made it one of torch's
                 structure[name] = Form("dense")
             elif own.shape == own.shape[::-1]:
                 ambiguous.append(name)
     forms = {form.kind for form in structure.values()}
-    if ambiguous and forms & {"factored", "dense"}:
+    if ambiguous and forms & {"factored", "pivoted", "dense"}:
         raise CheckpointError(
             f"{where} does not say whether the square weights of {listed(ambiguous)} are "
             "transposed. Save the low-rank model with maestro_lod.integrations.huggingface."

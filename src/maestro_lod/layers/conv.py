@@ -20,8 +20,10 @@ from maestro_lod.layers.lowrank import (
     INTERMEDIATE_COST,
     LowRank,
     Rows,
+    plain_bias,
     with_parameters,
 )
+from maestro_lod.layers.pivoted import PivotedOutputs
 from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
@@ -156,6 +158,7 @@ class LowRankConv(AnyConv):
     """`nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` as v (k×k, to the active rank), then u (1×1)."""
 
     positionwise = True
+    pivots = "u"
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -279,4 +282,28 @@ class LowRankConv(AnyConv):
         return nn.Sequential(
             with_parameters(first, self, self._first(v), bias=False),
             with_parameters(second, self, self._pointwise(u), bias=True),
+        ).train(self.training)
+
+    def pivoted(self, rank: int | None = None) -> nn.Module:
+        kept, others, rows = self._pivoted_matrices(rank)
+        (groups, r, _), others_count = kept.shape, others.shape[1]
+        order = rows.argsort(1)
+        # in the outputs of both convolutions, one group follows the other
+        group = torch.arange(groups, device=order.device)[:, None]
+        behind = (groups - 1) * r + group * others_count
+        order = order + torch.where(order < r, group * r, behind)
+        conv: Any = CONV_TYPE[self.dimensions]
+        first = conv(self.in_channels, groups * r, bias=False, **self._options())
+        second = conv(
+            groups * r, groups * others_count, 1, groups=groups, bias=False, device="meta"
+        )
+        into = self.in_channels // groups
+        return PivotedOutputs(
+            with_parameters(
+                first, self, kept.reshape(groups * r, into, *self.kernel_size), bias=False
+            ),
+            with_parameters(second, self, self._pointwise(others.flatten(0, 1)), bias=False),
+            order,
+            plain_bias(self),
+            dim=-1 - self.dimensions,
         ).train(self.training)

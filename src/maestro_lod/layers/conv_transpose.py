@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from maestro_lod.layers.conv import CONV, CONV_TYPE, AnyConv
 from maestro_lod.layers.lowrank import Rows, with_parameters
+from maestro_lod.layers.pivoted import PivotedInputs
 from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ _CONV_TRANSPOSE_TYPE: dict[int, type[_ConvTransposeNd]] = {
 @register(nn.ConvTranspose3d)
 class LowRankConvTranspose(AnyConv):
     """`nn.ConvTranspose1d/2d/3d` as v (1×1, to the active rank), then u (k×k, transposed)."""
+
+    pivots = "v"
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -114,6 +118,24 @@ class LowRankConvTranspose(AnyConv):
         return nn.Sequential(
             with_parameters(first, self, self._pointwise(self._first(v)), bias=False),
             self._plain_transposed(middle, self._second(u)),
+        ).train(self.training)
+
+    def pivoted(self, rank: int | None = None) -> nn.Module:
+        kept, others, columns = self._pivoted_matrices(rank)
+        (groups, r, _), others_count = kept.shape, others.shape[1]
+        columns = columns + torch.arange(groups, device=columns.device)[:, None] * (
+            r + others_count
+        )
+        conv: Any = CONV_TYPE[self.dimensions]
+        middle = groups * r
+        first = conv(groups * others_count, middle, 1, groups=groups, bias=False, device="meta")
+        out = self.out_channels // groups
+        return PivotedInputs(
+            with_parameters(first, self, self._pointwise(others.mT.flatten(0, 1)), bias=False),
+            self._plain_transposed(middle, kept.reshape(middle, out, *self.kernel_size)),
+            columns[:, :r],
+            columns[:, r:],
+            dim=-1 - self.dimensions,
         ).train(self.training)
 
     def _plain_transposed(self, into: int, weight: Tensor) -> nn.Module:

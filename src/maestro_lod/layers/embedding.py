@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maestro_lod.layers.lowrank import LowRank, PlainForm, Rows, Split
+from maestro_lod.layers.pivoted import PivotedOutputs
 from maestro_lod.layers.registry import register
 from maestro_lod.layers.svd import svd_factors
 
@@ -22,6 +23,7 @@ class LowRankEmbedding(LowRank):
 
     kind = "Embedding"
     options = ("num_embeddings", "embedding_dim", "padding_idx")
+    pivots = "v"
     padding_idx: int | None
 
     @classmethod
@@ -97,6 +99,13 @@ class LowRankEmbedding(LowRank):
         second = nn.Linear(v.shape[0], self.embedding_dim, bias=False, device="meta")
         second.weight = nn.Parameter(v.mT.contiguous(), self.trainable[1])
         return nn.Sequential(self._embedding(u), second).train(self.training)
+
+    def pivoted(self, rank: int | None = None) -> nn.Module:
+        (kept,), (others,), (columns,) = self._pivoted_matrices(rank)
+        second = nn.Linear(others.shape[1], others.shape[0], bias=False, device="meta")
+        second.weight = nn.Parameter(others, self.trainable[1])
+        table = self._embedding(kept.mT.contiguous())
+        return PivotedOutputs(table, second, columns.argsort()).train(self.training)
 
     def _embedding(self, weight: Tensor) -> nn.Embedding:
         number, dim = weight.shape
@@ -181,15 +190,11 @@ class SharedHead(nn.Module):
             head: nn.Module = (last := nn.Linear(dim, number, bias=bias, device="meta"))
             last.weight = embedding.weight
         else:
-            assert isinstance(embedding, nn.Sequential)
-            look_up, multiply = embedding
-            assert isinstance(look_up, nn.Embedding)
-            assert isinstance(multiply, nn.Linear)
-            dim, rank = multiply.weight.shape
+            look_up, v, trainable = _second_factor(embedding)
+            rank, dim = v.shape
             first = nn.Linear(dim, rank, bias=False, device="meta")
-            # one factor is shared; the other is stored transposed in the embedding's linear layer
-            v = multiply.weight.detach().mT.contiguous()
-            first.weight = nn.Parameter(v, multiply.weight.requires_grad)
+            # one factor is shared, the other is copied
+            first.weight = nn.Parameter(v, trainable)
             last = nn.Linear(rank, look_up.weight.shape[0], bias=bias, device="meta")
             last.weight = look_up.weight
             head = nn.Sequential(first, last)
@@ -198,6 +203,18 @@ class SharedHead(nn.Module):
         if self.bias is not None:
             last.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
         return head.train(self.training)
+
+
+def _second_factor(embedding: nn.Module) -> tuple[nn.Embedding, Tensor, bool]:
+    """Return the table of an embedding's plain form, what multiplies it, and if that is trained."""
+    look_up, multiply = embedding.children()
+    assert isinstance(look_up, nn.Embedding)
+    assert isinstance(multiply, nn.Linear)
+    factor = multiply.weight.detach()
+    if isinstance(embedding, PivotedOutputs):
+        kept = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
+        factor = torch.cat([kept, factor]).index_select(0, embedding.order)
+    return look_up, factor.mT.contiguous(), multiply.weight.requires_grad
 
 
 def can_share(table: nn.Module, head: nn.Module) -> bool:

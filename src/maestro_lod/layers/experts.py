@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from maestro_lod.layers.pivoted import INDEX_TYPE, PivotedForm
+
 ROUTED = {
     "afmoe": "Afmoe", "aria": "Aria", "axk1": "AXK1", "axk2": "AXK2",
     "bailing_hybrid": "BailingHybrid", "beam": "Beam", "cohere2_moe": "Cohere2Moe",
@@ -94,6 +96,26 @@ class StackedProduct(nn.Module):
         rank = self.v.shape[0]
         first = self.v.view(rank, self.experts, -1).transpose(0, 1)
         return apply_stacked(rows, experts, first, self.u.view(self.experts, -1, rank))
+
+
+class StackedPivoted(PivotedForm):
+    """The matrices of all experts in pivoted form; all have one rank."""
+
+    order: Tensor
+
+    def __init__(self, kept: nn.Parameter, others: nn.Parameter, order: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("order", order.to(INDEX_TYPE))
+        self.kept, self.others = kept, others  # (experts, r, n), (experts, m - r, r)
+
+    @property
+    def rank(self) -> int:
+        return self.kept.shape[1]
+
+    def forward(self, rows: Tensor, experts: Tensor) -> Tensor:
+        kept = apply_stacked(rows, experts, self.kept)
+        both = torch.cat([kept, apply_stacked(kept, experts, self.others)], 1)
+        return both.gather(1, self.order[experts].long())
 
 
 class Experts(nn.Module):

@@ -245,7 +245,7 @@ class Factors(nn.Module):
             raise RankError(
                 f"rank {rank} of {self.rank} is not available: the layer is still trained as its "
                 "dense weight, and its ranks have no order yet. Continue the training until the "
-                "ranks are ordered, or call apply_budget() of the training now."
+                "ranks are ordered."
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

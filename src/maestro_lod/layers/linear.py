@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maestro_lod.layers.lowrank import LowRank, Rows, with_parameters
+from maestro_lod.layers.pivoted import PivotedInputs
 from maestro_lod.layers.registry import register, registered_base
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class LowRankLinear(LowRank):
     kind = "Linear"
     options = ("in_features", "out_features")
     positionwise = True
+    pivots = "v"
 
     @property
     def in_features(self) -> int:
@@ -62,6 +64,18 @@ class LowRankLinear(LowRank):
         second = nn.Linear(rank, self.out_features, bias=has_bias, device="meta")
         return nn.Sequential(
             with_parameters(first, self, v, bias=False), with_parameters(second, self, u, bias=True)
+        ).train(self.training)
+
+    def pivoted(self, rank: int | None = None) -> nn.Module:
+        (kept,), (others,), (columns,) = self._pivoted_matrices(rank)
+        r, has_bias = len(kept), self.bias is not None
+        first = nn.Linear(len(others), r, bias=False, device="meta")
+        second = nn.Linear(r, self.out_features, bias=has_bias, device="meta")
+        return PivotedInputs(
+            with_parameters(first, self, others.mT, bias=False),
+            with_parameters(second, self, kept.mT, bias=True),
+            columns[:r],
+            columns[r:],
         ).train(self.training)
 
     def extra_repr(self) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from maestro_lod.layers.composed import usable_cache
 from maestro_lod.layers.factors import Factors
+from maestro_lod.layers.pivoted import INDEX_TYPE, pivoted_matrices
 from maestro_lod.layers.svd import svd_factors
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ Split: TypeAlias = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 Rows: TypeAlias = Sequence[Tensor]
 """For each group of a layer the rows (positions, n) that its matrix multiplies, or its products."""
 
-PlainForm: TypeAlias = Literal["dense", "factored"]
-"""The deployed form of a low-rank layer: one plain layer, or one per factor."""
+PlainForm: TypeAlias = Literal["dense", "factored", "pivoted"]
+"""The deployed form of a low-rank layer: one plain layer, one per factor, or two
+with fewer weights than factors; see `pivoted.py`."""
 
 # Applying the factors one by one writes and reads a value per rank and position in between. Moving
 # it costs about as much as this many multiplications. Fitted by benchmarks/switch.py.
@@ -62,6 +64,9 @@ class LowRank(Factors):
     positionwise: ClassVar[bool] = False
     """Whether each output is the weight times one of the `input_rows`, plus the bias; such layers
     can be fitted to outputs."""
+    pivots: ClassVar[Literal["u", "v"] | None] = None
+    """Whether the pivoted form keeps rows of the matrices ("u") or columns ("v"); None for layers
+    without this form. It is the side without a kernel."""
     user_attributes: tuple[str, ...] = ()
     """The names of attributes that a user added to the dense layer."""
 
@@ -143,11 +148,33 @@ class LowRank(Factors):
         """Return equivalent plain layers at a rank, one per factor."""
         raise NotImplementedError
 
+    def pivoted(self, rank: int | None = None) -> nn.Module:
+        """Return an equivalent plain layer at a rank, in the pivoted form."""
+        raise NotImplementedError
+
+    def _pivoted_matrices(self, rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the kept rows or columns, the coefficients of the others, and all their numbers.
+
+        Columns are returned as rows; the numbers of the kept ones come first.
+        """
+        left, right = self._matrices(*self.truncated(rank))
+        if self.pivots == "v":
+            left, right = right.mT, left.mT
+        return pivoted_matrices(left, right)
+
+    def forms(self, rank: int) -> tuple[PlainForm, ...]:
+        """Return the plain forms that the layer can have at a rank."""
+        if self.dense_only:
+            return ("dense",)
+        if max(rank, 1) < self._pivoted_side:
+            return "dense", "factored", "pivoted"
+        return "dense", "factored"
+
     def to_torch(self, form: PlainForm, rank: int | None = None) -> nn.Module:
         """Return plain layers in a form, with the options as attributes for the model's code."""
         if form == "dense":
             return self.plain_dense(rank)
-        layers = self.factored(rank)
+        layers = self.factored(rank) if form == "factored" else self.pivoted(rank)
         for key in self.options:
             setattr(layers, key, copy.deepcopy(getattr(self, key)))
         return layers
@@ -179,13 +206,29 @@ class LowRank(Factors):
 
     def plain_weights(self, form: PlainForm, rank: int) -> int:
         """Count the scalars of a plain form; rank 0 becomes one rank of zeros."""
-        return self.dense_weights if form == "dense" else self.weights(max(rank, 1))
+        rank = max(rank, 1)
+        if form == "pivoted":
+            return self.weights(rank) - self.groups * rank * rank
+        return self.dense_weights if form == "dense" else self.weights(rank)
+
+    def plain_bytes(self, form: PlainForm, rank: int) -> int:
+        """Count the bytes of a plain form, with the order of its rows."""
+        order = self.groups * self._pivoted_side if form == "pivoted" else 0
+        size = self.plain_weights(form, rank) * self.u.element_size()
+        return size + order * INDEX_TYPE.itemsize
+
+    @property
+    def _pivoted_side(self) -> int:
+        """The number of rows that the pivoted form puts in order, in each group."""
+        return 0 if self.pivots is None else self.matrix_shape["uv".index(self.pivots)]
 
     def plain_macs(self, form: PlainForm, positions: int, rank: int) -> int:
         """Count the MACs of a plain form at a number of positions."""
         if form == "dense":
             return self.dense_macs(positions)
-        return self.macs(positions, max(rank, 1))
+        rank = max(rank, 1)
+        saved = positions * self.groups * rank * rank if form == "pivoted" else 0
+        return self.macs(positions, rank) - saved
 
     @property
     def break_even(self) -> int:
@@ -304,6 +347,13 @@ def with_parameters(layer: nn.Module, source: LowRank, weight: Tensor, *, bias: 
     """Fill a plain layer made on the meta device; trainability and mode follow the source."""
     layer.weight = nn.Parameter(weight.contiguous(), requires_grad=source.trainable[0])
     if bias and source.bias is not None:
-        value = source.bias.detach().clone()
-        layer.bias = nn.Parameter(value, requires_grad=source.bias.requires_grad)
+        layer.register_parameter("bias", plain_bias(source))
     return layer.train(source.training)
+
+
+def plain_bias(source: LowRank) -> nn.Parameter | None:
+    """Return a copy of a layer's bias, as trainable as the original."""
+    if source.bias is None:
+        return None
+    value = source.bias.detach().clone()
+    return nn.Parameter(value, requires_grad=source.bias.requires_grad)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from maestro_lod.layers.lowrank import LowRank, PlainForm, Rows
-from maestro_lod.layers.recurrent import Matrix, Product
+from maestro_lod.layers.recurrent import Matrix, PivotedProduct, Product
 from maestro_lod.layers.registry import register
 
 
@@ -17,6 +17,7 @@ class LowRankMatrix(LowRank):
 
     kind = "Matrix"
     options = ()
+    pivots = "u"
 
     def output_rows(self, output: Tensor, *inputs: Any) -> Rows:
         return [output.reshape(-1, self.matrix_shape[0])]
@@ -42,6 +43,13 @@ class LowRankMatrix(LowRank):
             nn.Parameter(f, t) for f, t in zip(self.truncated(rank), self.trainable, strict=True)
         )
         return Product(u, v).train(self.training)
+
+    def pivoted(self, rank: int | None = None) -> nn.Module:
+        (kept,), (others,), (rows,) = self._pivoted_matrices(rank)
+        trainable = self.trainable[0]
+        return PivotedProduct(
+            nn.Parameter(kept, trainable), nn.Parameter(others, trainable), rows.argsort()
+        ).train(self.training)
 
     def extra_repr(self) -> str:
         return f"{self.u.shape[0]}, {self.v.shape[1]}, {self._repr_rank()}"

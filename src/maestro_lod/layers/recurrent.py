@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from maestro_lod.layers.pivoted import INDEX_TYPE, PivotedForm
+
 OnProduct: TypeAlias = Callable[[str, Tensor, Tensor], None]
 """Called with the name of a weight, the rows (positions, n) it multiplies, and the products."""
 
@@ -44,6 +46,28 @@ class Product(nn.Module):
     def weight(self) -> Tensor:
         """The matrix, computed at every access."""
         return self.u @ self.v
+
+
+class PivotedProduct(PivotedForm):
+    """A weight matrix in pivoted form that another module multiplies by."""
+
+    order: Tensor
+    bias = None
+
+    def __init__(self, kept: nn.Parameter, others: nn.Parameter, order: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("order", order.to(INDEX_TYPE))
+        self.kept, self.others = kept, others  # (r, n), (m - r, r)
+
+    @property
+    def rank(self) -> int:
+        return self.others.shape[1]
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix, computed at every access."""
+        both = torch.cat([self.kept, self.others @ self.kept])
+        return both.index_select(0, self.order)
 
 
 class Recurrent(nn.Module):
@@ -127,7 +151,10 @@ class Recurrent(nn.Module):
             not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
             and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-            and all(type(matrix) in (Matrix, Product) for matrix in self._modules.values())
+            and all(
+                type(matrix) in (Matrix, Product, PivotedProduct)
+                for matrix in self._modules.values()
+            )
         )
 
     def _with_weights(self) -> nn.RNNBase:

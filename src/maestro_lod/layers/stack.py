@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from maestro_lod.layers.experts import Stack, StackedProduct, apply_stacked
-from maestro_lod.layers.lowrank import LowRank, Rows, compose_is_cheaper
+from maestro_lod.layers.experts import Stack, StackedPivoted, StackedProduct, apply_stacked
+from maestro_lod.layers.lowrank import LowRank, PlainForm, Rows, compose_is_cheaper
 from maestro_lod.layers.registry import register
 
 if TYPE_CHECKING:
@@ -22,10 +22,12 @@ class LowRankStack(LowRank):
 
     With one rank for all, the factors of all experts are two tensors, which train, shrink and are
     stored as those of any other layer.
+    They have no pivoted form: its gather, of other rows for each expert, takes too long.
     """
 
     kind = "Experts"
     options = ()
+    pivots = "u"
     transposed: bool
 
     @classmethod
@@ -71,6 +73,11 @@ class LowRankStack(LowRank):
     def dense_macs(self, positions: int) -> int:
         return positions * self.dense_weights // self.groups
 
+    def plain_macs(self, form: PlainForm, positions: int, rank: int) -> int:
+        if form == "pivoted":
+            return positions * self.plain_weights(form, rank) // self.groups
+        return super().plain_macs(form, positions, rank)
+
     def executed_macs(self, positions: int, rank: int) -> int:
         m, n = self.matrix_shape
         rank = max(rank, 1)
@@ -90,6 +97,13 @@ class LowRankStack(LowRank):
             nn.Parameter(f, t) for f, t in zip(self.truncated(rank), self.trainable, strict=True)
         )
         return StackedProduct(u, v, self.groups).train(self.training)
+
+    def pivoted(self, rank: int | None = None) -> nn.Module:
+        kept, others, rows = self._pivoted_matrices(rank)
+        trainable = self.trainable[0]
+        return StackedPivoted(
+            nn.Parameter(kept, trainable), nn.Parameter(others, trainable), rows.argsort(1)
+        ).train(self.training)
 
     def extra_repr(self) -> str:
         m, n = self.matrix_shape

@@ -99,8 +99,8 @@ def require_ordered(model: nn.Module) -> dict[str, LowRank]:
         raise CheckpointError(
             f"{listed(unordered)} are still trained as dense weights: their ranks have no order "
             "yet, which a file of every size needs. Continue the training until the ranks are "
-            "ordered, or call apply_budget() of the training now. To resume later, save "
-            "model.state_dict() and the state_dict() of the training."
+            "ordered. To resume later, save model.state_dict() and the state_dict() of the "
+            "training."
         )
     return layers
 
@@ -158,7 +158,7 @@ def load(
     Args:
         path: A file that `save` or `export` wrote.
         into: The model that was saved, decomposed or still dense: its layers become low-rank,
-            dense or two plain ones as in the file.
+            dense, factored or pivoted as in the file.
         ranks: Ranks as for `decompose`, of a file with every size; layers that are not named get
             all.
         verify: Whether to compare what is read with its digests.

@@ -13,6 +13,7 @@ from torch import nn
 from maestro_lod.errors import CheckpointError, LayerError
 from maestro_lod.files.json_files import Shape, parse_json
 from maestro_lod.files.tensor_file import TensorFile
+from maestro_lod.layers.pivoted import PivotedForm
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.layers.registry import low_rank_type, unpacked_type
 from maestro_lod.model.structure import UNPACKED, Form, Structure, read_structure, uninitialized
@@ -23,7 +24,9 @@ _HEADER: dict[str, Shape] = {
     "ranks": {str: int}, "opened": [str], "heads": {str: str}, "aliases": {str: str},
     "dense_only": [str],
 }  # fmt: skip
-_PLAIN: Shape = {"layers": {str: str}, "factored": {str: int}, "aliases": {str: str}}
+_PLAIN: Shape = {
+    "layers": {str: str}, "factored": {str: int}, "pivoted?": {str: int}, "aliases": {str: str},
+}  # fmt: skip
 
 
 def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -50,8 +53,8 @@ def elastic_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, 
 def plain_metadata(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, str]:
     """Return the metadata of an extracted model's file, which holds one size."""
     types = {name: type(module).__name__ for name, module in with_parameters(model)}
-    ranks = _factored_ranks(model)
-    config = json.dumps({"layers": types, "factored": ranks, "aliases": aliases})
+    ranks = {"factored": _factored_ranks(model), "pivoted": _pivoted_ranks(model)}
+    config = json.dumps({"layers": types, **ranks, "aliases": aliases})
     return {"format": PLAIN, "version": str(_VERSION), "config": config}
 
 
@@ -66,6 +69,10 @@ def with_parameters(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _factored_ranks(model: nn.Module) -> dict[str, int]:
     return {name: rank for name, m in model.named_modules() if (rank := _factored_rank(m))}
+
+
+def _pivoted_ranks(model: nn.Module) -> dict[str, int]:
+    return {name: m.rank for name, m in model.named_modules() if isinstance(m, PivotedForm)}
 
 
 def _factored_rank(module: nn.Module) -> int | None:
@@ -157,8 +164,10 @@ def _plain_header(
     metadata: dict[str, str], shapes: Mapping[str, tuple[int, ...]], path: Path, into: nn.Module
 ) -> CheckpointHeader:
     config = parse_json(metadata["config"], _PLAIN)
-    types, ranks, aliases = config["layers"], config["factored"], config["aliases"]
-    if not all(rank > 0 for rank in ranks.values()):
+    types, aliases = config["layers"], config["aliases"]
+    forms = {name: Form("factored", rank) for name, rank in config["factored"].items()}
+    forms |= {name: Form("pivoted", rank) for name, rank in config.get("pivoted", {}).items()}
+    if not all((form.rank or 0) > 0 for form in forms.values()):
         raise ValueError("a rank is not a whole number above zero")
     if not all(first in shapes for first in aliases.values()):
         raise ValueError("a shared tensor is missing")
@@ -167,26 +176,28 @@ def _plain_header(
             f"{path} holds one size, but {type(into).__name__} is decomposed. Load it into the "
             "dense model."
         )
-    return CheckpointHeader(_plain_structure(types, ranks, into), dict(aliases), types)
+    return CheckpointHeader(_plain_structure(types, forms, into), dict(aliases), types)
 
 
 def structure_of_plain(model: nn.Module, dense: nn.Module) -> Structure:
     """Return how an extracted model differs from the dense one."""
     types = {name: type(module).__name__ for name, module in with_parameters(model)}
-    return _plain_structure(types, _factored_ranks(model), dense)
+    forms = {name: Form("factored", rank) for name, rank in _factored_ranks(model).items()}
+    forms |= {name: Form("pivoted", rank) for name, rank in _pivoted_ranks(model).items()}
+    return _plain_structure(types, forms, dense)
 
 
 def _plain_structure(
-    types: Mapping[str, str], ranks: Mapping[str, int], dense: nn.Module
+    types: Mapping[str, str], forms: Mapping[str, Form], dense: nn.Module
 ) -> Structure:
     modules = dict(dense.named_modules())
     structure: Structure = {}
-    for name, rank in ranks.items():
+    for name, form in forms.items():
         above = name.rpartition(".")[0]
         if name and unpacked_type(type(modules.get(above))) is not None:
             structure[above] = UNPACKED
         if structure.get(above) == UNPACKED or low_rank_type(type(modules.get(name))) is not None:
-            structure[name] = Form("factored", rank)
+            structure[name] = form
     for name, module in modules.items():  # a layer of another library may have become torch's
         stored, kind = types.get(name, type(module).__name__), low_rank_type(type(module))
         if kind is not None and stored != type(module).__name__:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args, overload
 
 from torch import nn
 
@@ -41,8 +41,10 @@ def better_forms(
 ) -> dict[str, PlainForm]:
     """Return the better form of each low-rank layer at these ranks.
 
-    A layer is factored if its factors do not have more "params" (or "macs"; if equal, params).
-    Scalars that plain layers store twice count twice, unless layers are not `copied` to plain ones.
+    By "params" this is the smallest form, the order of the rows of a pivoted layer included; by
+    "macs" the one with the fewest MACs, if equal the smallest. Scalars that plain layers store
+    twice count twice. Layers that are not `copied` to plain ones keep their factors or become
+    dense.
     """
     if by not in ("params", "macs") and not isinstance(by, Mapping) and not hasattr(by, "choose"):
         raise OptionError(
@@ -52,15 +54,28 @@ def better_forms(
     layers = _deployed_layers(model)
     if isinstance(by, str):
         return {n: layers[n].better_form(rank, by, copied) for n, rank in ranks.items()}
-    if isinstance(by, Mapping) and (
-        missing := [n for n in ranks if by.get(n) not in ("dense", "factored")]
-    ):
-        raise OptionError(f"by= lacks 'dense' or 'factored' for {listed(missing)}. Add them.")
+    if isinstance(by, Mapping):
+        _require_forms(by, {name: layers[name].layer.forms(rank) for name, rank in ranks.items()})
     choose = (lambda name, _: by[name]) if isinstance(by, Mapping) else by.choose
     return {
         name: "dense" if layers[name].layer.dense_only else choose(name, rank)
         for name, rank in ranks.items()
     }
+
+
+def _require_forms(
+    by: Mapping[str, PlainForm], possible: Mapping[str, tuple[PlainForm, ...]]
+) -> None:
+    """Raise OptionError unless a mapping names a form for every layer that the layer can have."""
+    if missing := [name for name in possible if by.get(name) not in get_args(PlainForm)]:
+        raise OptionError(
+            f"by= lacks a form for {listed(missing)}. Add one of {listed(get_args(PlainForm))}."
+        )
+    if wrong := [n for n, forms in possible.items() if by[n] == "pivoted" and by[n] not in forms]:
+        raise OptionError(
+            f"by= asks for the pivoted form of {listed(wrong)}, whose kinds or ranks do not allow "
+            "it. Give 'dense' or 'factored'."
+        )
 
 
 @dataclass(frozen=True)
@@ -81,10 +96,14 @@ class Cost:
 
 
 class Costs:
-    """The costs of a low-rank model at any ranks, as extracted by `extract`."""
+    """The costs of a low-rank model at any ranks, as extracted by `extract`.
 
-    def __init__(self, model: nn.Module, macs: DenseMacs | None) -> None:
+    If its layers are not `copied` to plain ones, the costs are those after `fuse`.
+    """
+
+    def __init__(self, model: nn.Module, macs: DenseMacs | None, *, copied: bool = True) -> None:
         model = unwrapped(model)
+        self._copied = copied
         self._layers = _deployed_layers(model)
         self._positions = None if macs is None else macs.positions
         self._known: dict[tuple[str, int, PlainForm | None], Cost] = {}
@@ -101,14 +120,14 @@ class Costs:
         """The cost of the dense model."""
 
     def layer(self, name: str, rank: int, form: PlainForm | None = None) -> Cost:
-        """Return the cost of a layer at a rank, in a form or in the one with fewer params."""
+        """Return the cost of a layer at a rank, in a form or in the smallest one."""
         key = name, rank, form
         if key not in self._known:
             each = self._layers[name]
-            form = form or each.better_form(rank)
-            params = each.params(form, rank)
+            form = form or each.better_form(rank, copied=self._copied)
+            params = each.params(form, rank, self._copied)
             macs = None if self._positions is None else each.macs(form, rank, self._positions)
-            self._known[key] = Cost(params, macs, params * each.layer.u.element_size())
+            self._known[key] = Cost(params, macs, each.bytes(form, rank, self._copied))
         return self._known[key]
 
     def at(self, ranks: Mapping[str, int], forms: Mapping[str, PlainForm] | None = None) -> Cost:
@@ -126,19 +145,24 @@ class _DeployedLayer:
     uses: tuple[FactorUse, ...]
 
     def better_form(self, rank: int, by: str = "params", copied: bool = True) -> PlainForm:
-        if self.layer.dense_only:
-            return "dense"
-
         def price(form: PlainForm) -> tuple[int, int]:
             macs = self.macs(form, rank, {use.name: 1 for use in self.uses})
-            params = self.params if copied else self.layer.plain_weights
-            return (macs if by == "macs" else 0), params(form, rank)
+            return (macs if by == "macs" else 0), self.bytes(form, rank, copied)
 
-        return "dense" if price("dense") < price("factored") else "factored"
+        possible = self.layer.forms(rank)
+        in_order: tuple[PlainForm, ...] = ("factored", "dense", "pivoted")  # if prices are equal
+        return min((form for form in in_order[: 3 if copied else 2] if form in possible), key=price)
 
-    def params(self, form: PlainForm, rank: int) -> int:
-        again = sum(use.head.copied_weights(form, rank) for use in self.uses if use.head)
-        return self.layer.plain_weights(form, rank) + again
+    def params(self, form: PlainForm, rank: int, copied: bool) -> int:
+        return self.layer.plain_weights(form, rank) + self._again(form, rank, copied)
+
+    def bytes(self, form: PlainForm, rank: int, copied: bool) -> int:
+        again = self._again(form, rank, copied) * self.layer.u.element_size()
+        return self.layer.plain_bytes(form, rank) + again
+
+    def _again(self, form: PlainForm, rank: int, copied: bool) -> int:
+        heads = [use.head for use in self.uses if use.head] if copied else []
+        return sum(head.copied_weights(form, rank) for head in heads)
 
     def macs(self, form: PlainForm, rank: int, positions: Mapping[str, int]) -> int:
         return sum(use.costs.plain_macs(form, positions[use.name], rank) for use in self.uses)
@@ -184,7 +208,7 @@ class LayerCost(Generic[Macs]):
     dense_params: int
     dense_macs: Macs
     form: str
-    """The form that `fuse` and `extract` choose: "dense" or "factored"."""
+    """The form that `extract` chooses: "dense", "factored" or "pivoted"."""
     fused_params: int
     fused_macs: Macs
     """MACs in that form; torch's recurrent layers multiply their factors first."""
@@ -192,7 +216,7 @@ class LayerCost(Generic[Macs]):
 
 @dataclass(frozen=True)
 class Summary(Tabular, Generic[Macs]):
-    """The cost of a model: in its current form, fused (or extracted), and dense.
+    """The cost of a model: in its current form, fused (here: extracted), and dense.
 
     MACs are None without an example input.
     """
@@ -224,7 +248,7 @@ class Summary(Tabular, Generic[Macs]):
         ]
         for name, params, macs in (
             ("total", self.params, self.macs),
-            ("after fuse", self.fused_params, self.fused_macs),
+            ("extracted", self.fused_params, self.fused_macs),
             ("dense", self.dense_params, self.dense_macs),
         ):
             share = f"{params / max(self.dense_params, 1):.2f}×"
@@ -232,7 +256,7 @@ class Summary(Tabular, Generic[Macs]):
                 share += f", {macs / max(self.dense_macs or 0, 1):.2f}×"
             rows.append((name, "", "", "", f"{params:,}", *_macs_cell(macs), share))
         counts = ("params",) if self.macs is None else ("params", "MACs")
-        header = ("layer", "kind", "weight", "rank", *counts, "fuse")
+        header = ("layer", "kind", "weight", "rank", *counts, "form")
         return Table(header, rows, right=tuple(range(3, 4 + len(counts))))
 
 

@@ -104,6 +104,18 @@ class ModelInputs:
         args, kwargs = tree_map_only(Tensor, draw, (self.args, self.kwargs))
         return ModelInputs(args, kwargs)
 
+    def rows(self, start: int, count: int) -> ModelInputs:
+        """Return some rows of the batch; after the last one it begins again."""
+        size = self.batch_size
+
+        def select(value: Tensor) -> Tensor:
+            if not value.ndim or value.shape[0] != size:
+                return value
+            rows = torch.arange(start, start + count, device=value.device) % size
+            return value.index_select(0, rows)
+
+        return self.map_tensors(select)
+
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments."""

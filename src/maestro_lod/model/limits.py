@@ -15,8 +15,8 @@ LIMITS = ("max_params", "max_macs", "max_bytes", "max_latency", "min_accuracy")
 class Size:
     """One submodel: its ranks, its loss and accuracy, and its costs when deployed.
 
-    Costs are those of the deployed form: each layer dense or factored, whichever has fewer
-    parameters. Values that were not measured are None.
+    Costs are those of the deployed model, with each layer in its smallest form. Values that were
+    not measured are None.
     """
 
     ranks: dict[str, int]

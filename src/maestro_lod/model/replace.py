@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from maestro_lod.distributed.fsdp import reshard, without_fsdp
 from maestro_lod.distributed.shards import gathered, is_sharded
 from maestro_lod.errors import LayerError
+from maestro_lod.layers.pivoted import PivotedInputs
 from maestro_lod.layers.registry import is_unpacked
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -58,6 +59,8 @@ def transfer_attributes(
 
 def last_plain_layer(layer: nn.Module) -> nn.Module:
     """Return the plain layer that holds the bias: the last one of several."""
+    if isinstance(layer, PivotedInputs):
+        return layer.second
     return layer[-1] if isinstance(layer, nn.Sequential) else layer
 
 

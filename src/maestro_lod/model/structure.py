@@ -31,9 +31,9 @@ from maestro_lod.model.replace import (
 class Form(NamedTuple):
     """The form of one layer."""
 
-    kind: Literal["low-rank", "factored", "dense", "unpacked", "shared"]
+    kind: Literal["low-rank", "factored", "pivoted", "dense", "unpacked", "shared"]
     rank: int | None = None
-    """The rank of a low-rank or factored layer, or the rank of a dense weight."""
+    """The rank of a low-rank, factored or pivoted layer, or the rank of a dense weight."""
     embedding: str | None = None
     """The embedding whose factors a shared head uses."""
 
@@ -43,6 +43,7 @@ Structure: TypeAlias = dict[str, Form]
 the model's dense layer is another library's."""
 
 UNPACKED = Form("unpacked")
+_WITH_RANKS = ("low-rank", "factored", "pivoted")
 
 Fill: TypeAlias = Callable[[str, nn.Module, int], LowRank]
 """Makes a low-rank layer from the name of a dense layer, the layer and a rank."""
@@ -71,11 +72,9 @@ def read_structure(model: nn.Module) -> Structure:
 
 
 def drop_unneeded_unpacking(structure: Structure) -> Structure:
-    """Return a structure without unpacked layers that have no low-rank or factored part."""
+    """Return a structure without unpacked layers whose parts are all dense."""
     holders = {
-        name.rpartition(".")[0]
-        for name, form in structure.items()
-        if form.kind in ("low-rank", "factored")
+        name.rpartition(".")[0] for name, form in structure.items() if form.kind in _WITH_RANKS
     }
     return {n: form for n, form in structure.items() if form != UNPACKED or n in holders}
 
@@ -169,13 +168,17 @@ class _Exchanges:
         if module_role(module) == "low-rank":
             if form is None:
                 self.put(module, module.dense())
-            elif form.kind in ("factored", "dense"):
+            elif form.kind in ("factored", "pivoted", "dense"):
                 self.put(module, module.to_torch(form.kind, form.rank))
             return
         if form is None or low_rank_type(type(module)) is None:
             return
         if form.kind == "low-rank":
             self.put(module, self.fill(name, module, form.rank or 0))
+        elif form.kind == "pivoted":
+            layer = self.fill(name, module, form.rank or 1)
+            transfer_attributes(module, layer)
+            self.put(module, _empty_pivoted(layer, form.rank), source=layer)
         elif form.kind == "factored" or (form.kind == "dense" and not _is_of_torch(module)):
             layer = self.fill(name, module, form.rank or 1)
             transfer_attributes(module, layer)
@@ -236,6 +239,7 @@ def _require_possible(modules: Mapping[str, nn.Module], target: Structure) -> No
         possible = {
             "low-rank": kind is not None or role == "low-rank",
             "factored": kind is not None or role == "low-rank",
+            "pivoted": (kind is not None and kind.pivots is not None) or role == "low-rank",
             "dense": module is not None,
             "unpacked": unpacked_type(type(module)) is not None or role == "unpacked",
             "shared": (isinstance(module, SharedHead.replaces) or role == "shared")
@@ -243,11 +247,17 @@ def _require_possible(modules: Mapping[str, nn.Module], target: Structure) -> No
         }
         if not possible[form.kind]:
             state = "has none" if module is None else f"has a {type(module).__name__}"
-            layers = [n for n, f in target.items() if f.kind in ("low-rank", "factored")]
+            layers = [n for n, f in target.items() if f.kind in _WITH_RANKS]
             raise LayerError(
                 f"its layer {name!r} is {form.kind}, but the model {state} of this name. Use the "
                 f"dense model of its low-rank layers: {listed(layers)}."
             )
+
+
+def _empty_pivoted(layer: LowRank, rank: int | None) -> nn.Module:
+    """Return a pivoted layer with undefined values, for loading: it has no rows to choose from."""
+    device = layer.u.device
+    return layer.to("meta").to_torch("pivoted", rank).to_empty(device=device)
 
 
 def _is_of_torch(layer: nn.Module) -> bool:

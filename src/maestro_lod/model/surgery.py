@@ -133,14 +133,15 @@ def _why_nothing(model: nn.Module, plan: Plan) -> str:
 def fuse(model: Model, *, by: By = "params") -> Model:
     """Make low-rank layers dense again where that is better, in place; outputs are unchanged.
 
-    By parameters, a layer becomes dense iff m·n < r·(m+n). Both factors run at the same
-    positions, so parameters and MACs agree, except for embeddings, which by "macs" become dense.
+    By parameters, a layer becomes dense iff m·n < r·(m+n); the others keep their ordered ranks.
+    Both factors run at the same positions, so parameters and MACs agree, except for embeddings,
+    which by "macs" become dense.
     Call it after training: an optimizer that holds the factors does not follow.
 
     Args:
         model: A decomposed model.
         by: "params" or "macs"; the result of `latency` decides by measured times; a mapping names
-            "dense" or "factored" for every low-rank layer.
+            the form of every low-rank layer; those that are not "dense" stay low-rank.
 
     Returns:
         The model; for a bare layer, its replacement.
@@ -172,19 +173,21 @@ def fuse(model: Model, *, by: By = "params") -> Model:
 def extract(model: Model, ranks: Ranks | None = None, *, by: By = "params") -> Model:
     """Return a deep copy made of plain `nn` layers at these ranks; the model is untouched.
 
-    A layer becomes one dense layer where that is better, else a `Sequential` of two. Hooks are
+    Each layer gets its smallest form: one dense layer, a `Sequential` of two (factored), or two
+    and an index (pivoted), with which rank r of an m×n matrix takes r·(m+n-r) numbers. Hooks are
     left out, except those by which torch computes weights. The copy runs and pickles without this
-    library, except where attention, a recurrent layer or experts keep low-rank weights: these are
-    then `maestro_lod.layers.Attention`, `Recurrent` or `Experts`, in files that import torch
-    alone. A recurrent layer multiplies its factors out once, when it first runs. A head that
-    shares an embedding's factors shares the large one; the small one is stored twice, once
-    transposed.
+    library, except for pivoted layers, and where attention, a recurrent layer or experts keep
+    low-rank weights: these are then of `maestro_lod.layers.pivoted`, or
+    `maestro_lod.layers.Attention`, `Recurrent` or `Experts`, in files that import torch alone. A
+    recurrent layer multiplies its factors out once, when it first runs. A head that shares an
+    embedding's factors shares the large one; the small one is stored twice, once transposed.
 
     Args:
         model: A decomposed model.
         ranks: Ranks as for `decompose`; a share is one of the full rank, whatever is stored. Layers
             that are not named keep their stored rank; rank 0 becomes one rank of zeros.
-        by: The criterion for one layer or two, as for `fuse`.
+        by: The criterion for the form: "params" or "macs"; the result of `latency` decides by
+            measured times; a mapping names "dense", "factored" or "pivoted" for every layer.
 
     Returns:
         The plain copy.

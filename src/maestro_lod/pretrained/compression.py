@@ -176,7 +176,7 @@ def _choose_ranks(
     ranks: dict[str, int] = cache.get_or_compute(
         "ranks",
         lambda: ranks_within(
-            max_params, Costs(decomposed, None), rank_energies(layers, calibration)
+            max_params, Costs(decomposed, None, copied=False), rank_energies(layers, calibration)
         ),
     )
     forms = better_forms(decomposed, ranks, copied=False)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.cost import Costs
-from maestro_lod.sizes.rank_order import lost_energy
 
 _FULL = 0.95  # the share of the limit that the model should use
 _STEPS = 8192  # the number of steps into which a cost is divided
@@ -20,27 +19,24 @@ _STEPS = 8192  # the number of steps into which a cost is divided
 class Allocation:
     """The ranks that lose the least within any limit up to `most`, by dynamic programming.
 
-    Layer by layer, the least loss is computed for every cost that can be reached. Losses multiply,
-    so that losing all of one layer counts as losing the whole model.
+    Layer by layer, the least sum of losses is computed for every cost that can be reached.
 
     Args:
-        lost: For each layer the shares that it loses with 0, 1, … ranks.
+        losses: What each layer loses with 0, 1, … ranks.
         choices: The ranks that each layer may have.
         cost_of: The cost of a layer by name and rank.
         most: The largest limit.
         rest: The cost of everything except the low-rank layers.
-        weights: The exponent of the share that a layer keeps, by name; by default 1.
     """
 
     def __init__(
         self,
-        lost: Mapping[str, Tensor],
+        losses: Mapping[str, Tensor],
         choices: Mapping[str, Sequence[int]],
         cost_of: Callable[[str, int], int],
         *,
         most: int,
         rest: int = 0,
-        weights: Mapping[str, float] | None = None,
     ) -> None:
         self._choices, self._cost_of, self._rest = choices, cost_of, rest
         self._grain = max(1, math.ceil((most - rest) / _STEPS))
@@ -49,8 +45,7 @@ class Allocation:
         self._least[0] = 0.0
         self._ways: dict[str, Tensor] = {}
         for name, choice in choices.items():
-            losses = -(1 - lost[name].double().cpu()).clamp(min=1e-12).log()
-            self._add(name, choice, losses * (1.0 if weights is None else weights[name]))
+            self._add(name, choice, losses[name])
 
     def _add(self, name: str, choice: Sequence[int], losses: Tensor) -> None:
         before, places = self._least, len(self._least)
@@ -87,26 +82,13 @@ class Allocation:
         return {name: ranks[name] for name in self._choices}
 
 
-def allocation(
-    model: nn.Module, costs: Costs, kind: str, *, most: int, min_rank: int = 1
-) -> Allocation:
-    """Return the allocation of a model by the energy of its weights; `kind` is a cost."""
-    return Allocation(
-        {name: lost_energy(layer) for name, layer in low_rank_layers(model).items()},
-        rank_choices(model, min_rank),
-        lambda name, rank: int(getattr(costs.layer(name, rank), kind)),
-        most=most,
-        rest=int(getattr(costs.rest, kind)),
-    )
-
-
-def rank_choices(model: nn.Module, min_rank: int = 1) -> dict[str, range]:
+def rank_choices(model: nn.Module) -> dict[str, range]:
     """Return the possible ranks of each layer; a frozen layer keeps its rank."""
-    return {name: _choice(layer, min_rank) for name, layer in low_rank_layers(model).items()}
+    return {name: _choice(layer) for name, layer in low_rank_layers(model).items()}
 
 
-def _choice(layer: LowRank, min_rank: int) -> range:
-    least = layer.rank if _is_frozen(layer) else min(min_rank, layer.rank)
+def _choice(layer: LowRank) -> range:
+    least = layer.rank if _is_frozen(layer) else min(1, layer.rank)
     return range(least, layer.rank + 1)
 
 
@@ -119,9 +101,9 @@ def frozen_layers(model: nn.Module) -> list[str]:
     return [name for name, layer in low_rank_layers(model).items() if _is_frozen(layer)]
 
 
-def smallest_cost(model: nn.Module, costs: Costs, kind: str, min_rank: int = 1) -> int:
+def smallest_cost(model: nn.Module, costs: Costs, kind: str) -> int:
     """Return the cost of the model with every layer at its cheapest rank."""
     return int(getattr(costs.rest, kind)) + sum(
         min(int(getattr(costs.layer(name, rank), kind)) for rank in choice)
-        for name, choice in rank_choices(model, min_rank).items()
+        for name, choice in rank_choices(model).items()
     )

@@ -23,9 +23,9 @@ def require_no_other_average(model: nn.Module, ema: AveragedModel | None) -> Non
     if _others(model, ema):
         raise TrainingError(
             "ranks would change while an AveragedModel of this model exists that was not passed "
-            "as ema=: its average would mix different ranks. Pass it: LoD(…, ema=averaged) or "
-            "shrink(…, ema=averaged). Replace an average that you have stopped updating with "
-            "copy.deepcopy(averaged.module)."
+            "as ema=: its average would mix different ranks. Pass it to the method, such as "
+            "LoD(…, ema=averaged), or to shrink. Replace an average that is not updated any "
+            "more with copy.deepcopy(averaged.module)."
         )
 
 

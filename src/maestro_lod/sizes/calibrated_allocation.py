@@ -117,9 +117,8 @@ def ranks_within(
 
 
 def _lost(energy: Tensor) -> Tensor:
-    """Return the shares that are lost with 0, 1, … ranks, such that adding energies multiplies."""
-    missing = torch.cat([energy.flip(0).cumsum(0).flip(0), energy.new_zeros(1)])
-    return -torch.expm1(-missing)
+    """Return the energy that is missing with 0, 1, … ranks."""
+    return torch.cat([energy.flip(0).cumsum(0).flip(0), energy.new_zeros(1)])
 
 
 def _choice(stored: int) -> range:

@@ -23,6 +23,8 @@ from maestro_lod.sizes.latency import Latency, latency, round_ranks
 Judge = Callable[[Mapping[str, int]], Size]
 """Evaluates the loss and accuracy of a submodel that the search did not measure."""
 
+_BY_SIZE = {"max_params", "max_macs", "max_bytes"}
+
 
 def choose(
     model: nn.Module,
@@ -32,9 +34,13 @@ def choose(
     multiple: int | None = None,
     judge: Judge | None = None,
     *,
+    timed: Example | None = None,
     prefer_speed: bool = False,
 ) -> tuple[dict[str, int], Size | None, nn.Module]:
     """Choose the best size within limits; without limits the model at its stored ranks.
+
+    Forms are chosen by measured times for a limit on latency, on request, and for a limit on the
+    size if the frontier has latencies. Costs are those of the example, and times those of `timed`.
 
     Returns the ranks, the chosen size (None without limits), and the extracted model.
     """
@@ -46,7 +52,9 @@ def choose(
             )
     if not (low_rank_layers(model) or limits or prefer_speed or multiple):
         return {}, None, copy.deepcopy(model)
-    measured = latency(model, example) if prefer_speed or "max_latency" in limits else None
+    by_size = sizes is not None and sizes.dense.latency is not None and set(limits) & _BY_SIZE
+    fast = prefer_speed or by_size or "max_latency" in limits
+    measured = latency(model, example if timed is None else timed) if fast else None
     if not limits or sizes is None:
         ranks = ranks_of(model)
         if multiple is not None:
@@ -115,11 +123,10 @@ class Choice:
 
         if measured is None:
             return in_forms(forms), forms
-        by_size = ("max_params", "max_macs", "max_bytes")
-        sizes = {key: limit for key, limit in self.limits.items() if key in by_size}
+        sizes = {key: limit for key, limit in self.limits.items() if key in _BY_SIZE}
         for name, form in [*forms.items()]:
-            if form == "factored" and measured.choose(name, point.ranks[name]) == "dense":
-                tried: dict[str, PlainForm] = {**forms, name: "dense"}
+            if (faster := measured.choose(name, point.ranks[name])) != form:
+                tried: dict[str, PlainForm] = {**forms, name: faster}
                 if not sizes or self._holds(in_forms(tried), sizes):
                     forms = tried
         return in_forms(forms), forms

@@ -1,7 +1,7 @@
-"""Latency of layers on this machine: the dense form, and the factored form at a few ranks.
+"""Latency of layers on this machine: the dense form, and the other forms at a few ranks.
 
 Fewer parameters are not always faster: two small products move more memory than one, and every call
-has a cost. So each layer is measured in both plain forms, on inputs with the shapes of a forward of
+has a cost. So each layer is measured in all plain forms, on inputs with the shapes of a forward of
 the model, and `fuse` and `extract` can choose forms by these times.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,30 +23,30 @@ from maestro_lod.layers.ranks import Ranks, require_low_rank, resolve, resolve_f
 from maestro_lod.layers.uses import FactorUse, factor_uses
 from maestro_lod.model.inputs import Example, ModelInputs, drawn, in_mode, model_device
 from maestro_lod.model.surgery import extract
-from maestro_lod.sizes.timing import interleaved, ratios, run
+from maestro_lod.sizes.timing import ROUNDS, interleaved, ratios, relative, run
 from maestro_lod.text import Table, Tabular
 
-_POINTS = 4  # ranks per layer: break-even or the stored rank, and halves of it
-_WHOLE = "the dense model"  # the keys of timings are this one, and (layer, rank)
-_DENSE = 0  # the rank in the key of a layer's dense form
+_POINTS = 4  # ranks per layer and form: the largest of interest, and halves of it
+_WHOLE = "the dense model"  # the keys of timings are this one, and (layer, form, rank)
+_NOT_DENSE: tuple[PlainForm, ...] = ("factored", "pivoted")
 MOST_NOISE = 0.05
 """The largest relative noise that can make a slower factored form count as equal."""
 
 
 @dataclass(frozen=True)
 class RankTiming:
-    """The factored form at one rank, relative to the dense form of the same layer."""
+    """The factored or pivoted form at one rank, relative to the dense form of the same layer."""
 
     rank: int
     ratio: float
-    """Time of the factored form over that of the dense form: the median over the rounds."""
+    """Time of this form over that of the dense form: the median over the rounds."""
     noise: float
     """The uncertainty of that median: the interquartile range of the rounds over √rounds."""
 
 
 @dataclass(frozen=True)
 class LayerLatency:
-    """The times of one low-rank layer in one forward of the model: dense, and factored by rank."""
+    """The times of one low-rank layer in one forward of the model: dense, and others by rank."""
 
     rank: int
     full_rank: int
@@ -55,17 +55,25 @@ class LayerLatency:
     factored form. Larger ranks are not measured, since dense is better in all respects."""
     dense: float
     points: tuple[RankTiming, ...]
-    """By rank, ascending; empty if the layer did not run or has no factored form."""
+    """Of the factored form by rank, ascending; empty if the layer did not run or has no such form.
+    """
+    pivoted: tuple[RankTiming, ...] = ()
+    """Of the pivoted form, in the same way."""
+    pivoted_ranks: tuple[int, int] = (1, 0)
+    """The first and the last rank at which the pivoted form is the smallest one."""
 
-    def at(self, rank: int) -> RankTiming:
-        """Return the factored form at a rank up to break-even, interpolated between points.
+    def at(self, rank: int, form: PlainForm = "factored") -> RankTiming:
+        """Return the time of a form at a rank where it saves weights, interpolated between points.
 
         Below the smallest measured rank the time of that rank is used, which is an upper bound.
         """
         rank = max(rank, 1)  # one rank of zeros stands in for none
-        below = [point for point in self.points if point.rank <= rank]
-        above = [point for point in self.points if point.rank >= rank]
-        if not self.points:  # a layer that did not run is not slower in any form
+        if form == "dense":
+            return RankTiming(rank, 1.0, 0.0)
+        points = self.points if form == "factored" else self.pivoted
+        below = [point for point in points if point.rank <= rank]
+        above = [point for point in points if point.rank >= rank]
+        if not points:  # a layer that did not run is not slower in any form
             return RankTiming(rank, 1.0, 0.0)
         if not below or not above:
             nearest_point = above[0] if above else below[-1]
@@ -76,16 +84,23 @@ class LayerLatency:
         return RankTiming(rank, ratio, max(low.noise, high.noise))
 
     def choose(self, rank: int) -> PlainForm:
-        """Return the faster form; within the noise the factored one, which has fewer weights."""
-        if rank > self.break_even:
-            return "dense"
-        point = self.at(rank)
-        return "factored" if point.ratio <= 1 + min(point.noise, MOST_NOISE) else "dense"
+        """Return the fastest form that is not larger than dense; within noise the smallest."""
+        smallest_first: list[PlainForm] = ["dense"]
+        if rank <= self.break_even:
+            smallest_first.insert(0, "factored")
+        if self.pivoted_ranks[0] <= rank <= self.pivoted_ranks[1]:
+            smallest_first.insert(0, "pivoted")
+        least = min(self.at(rank, form).ratio for form in smallest_first)
+
+        def is_fast(form: PlainForm) -> bool:
+            point = self.at(rank, form)
+            return point.ratio <= least * (1 + min(point.noise, MOST_NOISE))
+
+        return next((form for form in smallest_first if is_fast(form)), "dense")
 
     def seconds(self, rank: int, form: PlainForm | None = None) -> float:
         """Return the time at a rank, in a form or in the chosen one."""
-        factored = (form or self.choose(rank)) == "factored"
-        return self.dense * (self.at(rank).ratio if factored else 1.0)
+        return self.dense * self.at(rank, form or self.choose(rank)).ratio
 
 
 @dataclass(frozen=True)
@@ -104,7 +119,7 @@ class Latency(Tabular):
     torch: str
 
     def choose(self, name: str, rank: int) -> PlainForm:
-        """Return the form of a layer that is not slower than its dense form at this rank."""
+        """Return the fastest form of a layer at this rank."""
         if name not in self.layers:
             raise LayerError(
                 f"{name or '(the model itself)'} was not measured.{suggest(name, self.layers)} "
@@ -149,7 +164,12 @@ class Latency(Tabular):
         try:
             layers = {
                 str(name): LayerLatency(
-                    **{**layer, "points": tuple(RankTiming(**point) for point in layer["points"])}
+                    **{
+                        **layer,
+                        "points": _timings(layer["points"]),
+                        "pivoted": _timings(layer.get("pivoted", ())),
+                        "pivoted_ranks": tuple(layer.get("pivoted_ranks", (1, 0))),
+                    }
                 )
                 for name, layer in data["layers"].items()
             }
@@ -160,24 +180,33 @@ class Latency(Tabular):
             ) from error
 
     def table(self) -> Table:
-        """Return a row per layer with its dense and factored times, and the totals."""
+        """Return a row per layer with its times in each form, and the totals."""
         rows = []
         for name, layer in self.layers.items():
-            ranks = range(1, min(layer.rank, layer.break_even) + 1)
-            pays = [rank for rank in ranks if layer.choose(rank) == "factored"]
-            cells = "  ".join(
-                f"{p.rank}: {p.ratio:.2f}{'≈' if abs(p.ratio - 1) <= p.noise else ''}"
-                for p in layer.points
-            )
+            ranks = range(1, min(layer.rank, max(layer.break_even, layer.pivoted_ranks[1])) + 1)
+            pays = [rank for rank in ranks if layer.choose(rank) != "dense"]
             faster = f"up to {max(pays)}" if pays else "never"
             rows.append(
                 (name or "(the model itself)", f"{layer.rank}/{layer.full_rank}",
-                 _seconds_as_text(layer.dense), cells, faster)
+                 _seconds_as_text(layer.dense), _timings_as_text(layer.points),
+                 _timings_as_text(layer.pivoted), faster)
             )  # fmt: skip
-        rows.append(("dense model", "", _seconds_as_text(self.dense), "", ""))
-        rows.append(("extracted", "", _seconds_as_text(self.predict()), "", "predicted"))
-        header = ("layer", "rank", "dense", "factored at rank, × dense", "factored pays")
+        rows.append(("dense model", "", _seconds_as_text(self.dense), "", "", ""))
+        rows.append(("extracted", "", _seconds_as_text(self.predict()), "", "", "predicted"))
+        header = (
+            "layer", "rank", "dense", "factored at rank, × dense", "pivoted, × dense", "pays",
+        )  # fmt: skip
         return Table(header, rows, (1, 2), f"{self.method}; ≈ within the noise")
+
+
+def _timings(data: Iterable[Mapping[str, Any]]) -> tuple[RankTiming, ...]:
+    return tuple(RankTiming(**point) for point in data)
+
+
+def _timings_as_text(points: Iterable[RankTiming]) -> str:
+    return "  ".join(
+        f"{p.rank}: {p.ratio:.2f}{'≈' if abs(p.ratio - 1) <= p.noise else ''}" for p in points
+    )
 
 
 def _seconds_as_text(seconds: float) -> str:
@@ -187,11 +216,11 @@ def _seconds_as_text(seconds: float) -> str:
 # -- measuring ---------------------------------------------------------------------------------
 
 
-def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
-    """Measure every low-rank layer dense and factored on this machine; changes nothing.
+def latency(model: nn.Module, example: Example, *, rounds: int = ROUNDS) -> Latency:
+    """Measure every low-rank layer in all its forms on this machine; changes nothing.
 
     The number of threads is torch's. The time of a layer includes all its uses. All forms are in
-    memory at once, about three times the dense model, so that each round times all of them shortly
+    memory at once, about six times the dense model, so that each round times all of them shortly
     after each other.
 
     Args:
@@ -224,14 +253,14 @@ def latency(model: nn.Module, example: Example, *, rounds: int = 9) -> Latency:
         for name, layer in layers.items():
             if calls[name]:
                 inputs = _drawn_inputs(calls[name], device)
-                for rank in (_DENSE, *_grid(layer)):
-                    variants[name, rank] = _forward(layer, rank, calls[name], inputs)
+                for form, rank in _variants(layer):
+                    variants[name, form, rank] = _forward(layer, form, rank, calls[name], inputs)
         times = interleaved(variants, rounds=rounds)
     whole = statistics.median(times[_WHOLE])
     floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return Latency(
         dense=whole,
-        layers={name: _measured(name, layer, whole, times) for name, layer in layers.items()},
+        layers={name: _measured(name, layer, times) for name, layer in layers.items()},
         batch=call.batch_size,
         rounds=rounds,
         threads=torch.get_num_threads(),
@@ -325,10 +354,32 @@ def _break_even(layer: LowRank) -> int:
     return 0 if layer.dense_only else layer.break_even
 
 
-def _grid(layer: LowRank) -> list[int]:
+def _pivoted_ranks(layer: LowRank) -> tuple[int, int]:
+    """Return the first and the last rank at which the pivoted form is the smallest one."""
+
+    def is_smallest(rank: int) -> bool:
+        return "pivoted" in layer.forms(rank) and all(
+            layer.plain_bytes("pivoted", rank) < layer.plain_bytes(form, rank)
+            for form in ("dense", "factored")
+        )
+
+    smallest = [rank for rank in range(1, layer.full_rank) if is_smallest(rank)]
+    return (smallest[0], smallest[-1]) if smallest else (1, 0)
+
+
+def _grid(layer: LowRank, form: PlainForm) -> list[int]:
     """Return the ranks to measure: the largest that can be faster, and halves of it."""
-    top = min(max(layer.rank, 1), _break_even(layer))  # rank 0 becomes one rank of zeros
-    return sorted({max(top >> i, 1) for i in range(_POINTS)}) if top else []
+    least, most = (1, _break_even(layer)) if form == "factored" else _pivoted_ranks(layer)
+    top = min(max(layer.rank, 1), most)  # rank 0 becomes one rank of zeros
+    return sorted({max(top >> i, least) for i in range(_POINTS)}) if top >= least else []
+
+
+def _variants(layer: LowRank) -> Iterator[tuple[PlainForm, int]]:
+    """Yield the forms and ranks to measure."""
+    yield "dense", layer.rank
+    for form in _NOT_DENSE:
+        for rank in _grid(layer, form):
+            yield form, rank
 
 
 def _drawn_inputs(calls: list[_LayerCall], device: torch.device) -> list[tuple[Tensor, ...]]:
@@ -346,11 +397,14 @@ def _drawn_inputs(calls: list[_LayerCall], device: torch.device) -> list[tuple[T
 
 
 def _forward(
-    layer: LowRank, rank: int, calls: list[_LayerCall], inputs: list[tuple[Tensor, ...]]
+    layer: LowRank,
+    form: PlainForm,
+    rank: int,
+    calls: list[_LayerCall],
+    inputs: list[tuple[Tensor, ...]],
 ) -> Callable[[], None]:
     """Return a function that runs a plain form of a layer as often as one forward of the model."""
-    form: PlainForm = "dense" if rank == _DENSE else "factored"
-    plain = layer.to_torch(form, None if rank == _DENSE else min(rank, layer.rank))
+    plain = layer.to_torch(form, min(rank, layer.rank))
     heads = {id(call.head): call.head.to_torch(plain) for call in calls if call.head is not None}
     steps = [heads.get(id(call.head), plain) for call in calls]
 
@@ -361,18 +415,21 @@ def _forward(
     return run_all
 
 
-def _measured(
-    name: str, layer: LowRank, whole: float, times: Mapping[Any, list[float]]
-) -> LayerLatency:
+def _measured(name: str, layer: LowRank, times: Mapping[Any, list[float]]) -> LayerLatency:
     """Return the times of a layer, from medians of ratios within rounds."""
-    dense, points = 0.0, []
-    if (name, _DENSE) in times:
-        dense_times = times[name, _DENSE]
-        dense = whole * statistics.median(ratios(dense_times, times[_WHOLE]))
-        for rank in _grid(layer):
-            over_dense = ratios(times[name, rank], dense_times)
-            points.append(RankTiming(rank, statistics.median(over_dense), _scatter(over_dense)))
-    return LayerLatency(layer.rank, layer.full_rank, _break_even(layer), dense, tuple(points))
+    dense, points = 0.0, dict[PlainForm, list[RankTiming]](factored=[], pivoted=[])
+    if (name, "dense", layer.rank) in times:
+        dense_times = times[name, "dense", layer.rank]
+        dense = relative(times, (name, "dense", layer.rank), _WHOLE)[0]
+        for form, rank in _variants(layer):
+            if form != "dense":
+                over_dense = ratios(times[name, form, rank], dense_times)
+                timing = RankTiming(rank, statistics.median(over_dense), _scatter(over_dense))
+                points[form].append(timing)
+    return LayerLatency(
+        layer.rank, layer.full_rank, _break_even(layer), dense, tuple(points["factored"]),
+        tuple(points["pivoted"]), _pivoted_ranks(layer),
+    )  # fmt: skip
 
 
 def _scatter(values: list[float]) -> float:

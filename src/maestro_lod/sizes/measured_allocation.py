@@ -5,11 +5,9 @@ effect on the model: later layers can amplify errors or suppress them. Therefore
 to a few ranks, one layer at a time, and the loss of the whole model is measured. Between these
 ranks the loss follows the calibrated curve.
 
-Small losses of several layers add up. Large ones do not: the sum of losses gives up the classifier
-of a model that a small size ruins anyway. So a layer's loss counts the more, the nearer it comes to
-the loss without the layer, L₀: as -L₀·log(1 - L/L₀), which is L where that is small. `Allocation`
-minimizes the sum for one size after the other, each with no more ranks in a layer than the next
-larger one.
+`Allocation` minimizes the sum of losses for one size after the other. The smallest size comes
+first, because it has the fewest ranks to choose from; each larger one has at least its ranks in
+every layer.
 """
 
 from __future__ import annotations
@@ -33,7 +31,8 @@ from maestro_lod.sizes.replay import alone_with
 CostKind = Literal["params", "macs"]
 
 _SHARES = (0.04, 0.1, 0.22, 0.45, 0.8)
-"""Ranks at which a layer is measured, relative to the largest one that saves parameters."""
+"""Ranks at which a layer is measured, relative to the largest at which its factors save parameters.
+"""
 _MOST_RANKS = 256  # of a layer that an allocation chooses from
 _LEAST, _MOST = 1e-9, 1e6  # of a loss: below is rounding, above is a model that is broken
 
@@ -135,20 +134,17 @@ def nested_ranks(
     """
     all_choices = rank_choices(model) if choices is None else choices
     allowed: dict[str, Sequence[int]] = {n: _thinned(each) for n, each in all_choices.items()}
-    most = {name: max(float(loss[0]), _LEAST) for name, loss in losses.items()}
-    lost = {name: loss / most[name] for name, loss in losses.items()}
     found: dict[int, dict[str, int]] = {}
-    for limit in sorted(set(limits), reverse=True):
+    for limit in sorted(set(limits)):
         ranks = Allocation(
-            lost,
+            losses,
             allowed,
             lambda name, rank: int(getattr(costs.layer(name, rank), cost)),
             most=limit,
             rest=int(getattr(costs.rest, cost)),
-            weights=most,
         ).within(limit)
         found[limit] = ranks
-        allowed = {name: [r for r in each if r <= ranks[name]] for name, each in allowed.items()}
+        allowed = {name: [r for r in each if r >= ranks[name]] for name, each in allowed.items()}
     return found
 
 

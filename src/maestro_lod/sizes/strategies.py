@@ -2,7 +2,7 @@
 
 A method is a generator. It changes the ranks of a `Search` step by step and yields submodels, each
 as ranks and loss. A layer moves down a ladder of ranks: each is about a tenth below the last and
-costs less. Ranks above break-even cost as much as the dense form, so the first step skips them.
+costs less. The highest ranks cost as much as the dense form, so the first step skips them.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from maestro_lod.model.inputs import ModelInputs
 from maestro_lod.progress import ProgressLine
 
 ROUNDS = 15
-"""The default number of rounds for timings that are reported to users."""
+"""The number of rounds of every timing that is reported to users."""
 _CALLS, _SECONDS = 3, 3e-3  # the least number of calls and duration of one timing
 
 
@@ -61,6 +62,15 @@ def interleaved(
             times[key].append(_seconds(variants[key], wait))
             progress(lambda done=done: f"round {done + 1} of {rounds}")  # type: ignore[misc]
     return times
+
+
+def relative(times: Mapping[Any, Sequence[float]], key: Any, over: Any) -> tuple[float, float]:
+    """Return the seconds of a variant, and its ratio to another; the one over the other agree.
+
+    The ratio is the median of those within rounds, and the seconds are that of the other's median.
+    """
+    ratio = statistics.median(ratios(times[key], times[over]))
+    return ratio * statistics.median(times[over]), ratio
 
 
 def ratios(times: Sequence[float], over: Sequence[float]) -> list[float]:

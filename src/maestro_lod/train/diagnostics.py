@@ -160,7 +160,7 @@ def unshrunk(
         f"the model has not shrunk: after {done} of {epochs} epochs {left:,} of {full:,} ranks are "
         f"left, with {relative_params:.2f}× the dense parameters. penalty={penalty:.3g} is too "
         "weak for this model and this many steps. Choose a size instead: "
-        "BudgetTraining(model, optimizer, params=0.25), or budget.params=0.25 in a recipe."
+        "Elastic(model, optimizer, sizes=[0.25]), or budget.params=0.25 in a recipe."
     )
 
 

@@ -126,8 +126,7 @@ def fit(
         optimizer: One optimizer for the whole model.
         epochs: The number of epochs, including those before the run was resumed. A method may add
             epochs: `Elastic` adds two for every five.
-        method: The training method, such as `LoD`, `Elastic` or `BudgetTraining`; by default
-            dense training.
+        method: The training method, such as `LoD` or `Elastic`; by default dense training.
         loss: Returns the loss of (output, target). By default cross-entropy, or the `loss` of an
             output that has one, as in transformers. For methods that distil, the loss needs a
             method `soft(output, teacher, target)` unless outputs are scores (N, classes).
@@ -210,7 +209,9 @@ def _end_epoch(
     """End the epoch of the method, evaluate the model, and append the record of the epoch."""
     model, amp = done.model, done.options.amp
     require_finite_parameters(model)
-    done.method.end_epoch(last=last)
+    began = time.perf_counter()
+    done.method.end_epoch(last=last)  # which may search ranks for long
+    progress.seconds += time.perf_counter() - began
     follow(model)
     record = done.method.record()
     if record.note is not None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from maestro_lod.errors import OptionError
+from maestro_lod.errors import CheckpointError, OptionError, TrainingError
 from maestro_lod.model.cost import Cost
 from maestro_lod.model.inputs import Batch, Example, Loss
 from maestro_lod.train.progress import MethodRecord
@@ -101,6 +101,30 @@ class Extending(Protocol):
 def total_epochs(method: Method | None, epochs: int) -> int:
     """Return the epochs of a run: those that a user asks for, and those that its method adds."""
     return method.total_epochs(epochs) if isinstance(method, Extending) else epochs
+
+
+def require_saved_by(kind: str, state: Any) -> None:
+    """Raise TrainingError for a state that another method has saved, by its content."""
+    entries = state if isinstance(state, Mapping) else {}
+    sampler = entries.get("sampler")
+    if "rungs" in entries:
+        saved_by = "Elastic"
+    elif entries.get("budget") is not None:
+        saved_by = "BudgetTraining"
+    elif isinstance(sampler, Mapping):
+        saved_by = "ElasticTraining" if sampler.get("strategy") == "elastic" else "LoD"
+    else:
+        return  # what is missing is an error of its own
+    if saved_by in ("BudgetTraining", "ElasticTraining"):
+        raise CheckpointError(
+            f"the state was saved by {saved_by}, which Elastic has replaced: the training cannot "
+            "be resumed. Finish it with the version that began it, or train again."
+        )
+    if saved_by != kind:
+        raise TrainingError(
+            f"the state was saved by {saved_by}, but this is {kind}. Create {saved_by} with the "
+            "same options."
+        )
 
 
 class Builder(Protocol):

@@ -117,5 +117,5 @@ def require_penalty(penalty: float) -> float:
         return require_nonnegative("penalty", penalty)
     except OptionError as error:
         raise OptionError(
-            f"{error} To reach a size, use BudgetTraining(model, optimizer, params=0.25)."
+            f"{error} To reach a size, use Elastic(model, optimizer, sizes=[0.25])."
         ) from None

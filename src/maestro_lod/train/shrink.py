@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -154,6 +155,12 @@ def require_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     if isinstance(optimizer, LBFGS):
         raise TrainingError(
             "LBFGS has one flat vector as its state, which cannot be shrunk. Use another optimizer."
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise TrainingError(
+            f"{type(optimizer).__name__} evaluates the loss in its steps, by a closure, which "
+            "methods cannot follow. Use another optimizer."
         )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise TrainingError(

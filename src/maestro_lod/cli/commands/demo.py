@@ -13,11 +13,6 @@ from maestro_lod.cli.main import app
 from maestro_lod.cli.recipe_files import recipe_names, recipe_text
 from maestro_lod.cli.terminal import say
 
-_TRAINING = (
-    "--set epochs=16 --set optimizer=adam --set optimizer.lr=0.003 --set schedule=cosine "
-    "--set threads=1"
-)
-
 
 def demo(
     out: Annotated[Path, typer.Option(help="Directory for all files of the demonstration.")] = Path(
@@ -27,11 +22,11 @@ def demo(
     """Run a demonstration in half a minute: train, find every size, deploy one, compare."""
     at = shlex.quote(str(out))
     commands = (
-        f"lod train digits --set budget.params=25% {_TRAINING} --out {at}/digits",
-        f"lod train digits --set method=dense {_TRAINING} --out {at}/dense --quiet",
-        f"lod deploy {at}/digits --max-params 15% --finetune-epochs 2 --to pt2 --to safetensors "
+        f"lod train digits-mlp --set threads=1 --out {at}/digits",
+        f"lod train digits-mlp --set method=dense --set threads=1 --out {at}/dense --quiet",
+        f"lod deploy {at}/digits --max-params 30% --batch 16 --to pt2 --to safetensors "
         f"--out {at}/phone",
-        f"lod bench {at}/digits --reference {at}/dense",
+        f"lod bench {at}/digits --batch 16 --reference {at}/dense",
     )
     for command in commands:  # in one process: importing torch takes longer than training
         say(f"\n$ {command}")

@@ -78,7 +78,7 @@ Limit = Annotated[
     str | None, typer.Option(metavar="AMOUNT", help="A share of dense (25%, 0.25x), or 300k, 1.2M.")
 ]
 Formats = Annotated[
-    list[str] | None, typer.Option(help="onnx, pt2 or safetensors; may be repeated.")
+    list[str] | None, typer.Option(help="onnx, pt2, pte or safetensors; may be repeated.")
 ]
 Multiple = Annotated[
     int | None,

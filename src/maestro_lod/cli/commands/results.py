@@ -113,7 +113,7 @@ def deploy(
     batch: options.Batch = 1,
     multiple: options.Multiple = None,
     int8: Annotated[
-        bool, typer.Option("--int8", help="Also write an int8 file, for ONNX.")
+        bool, typer.Option("--int8", help="Also write int8 files, of onnx and pte.")
     ] = False,
     finetune_epochs: Annotated[
         int, typer.Option(help="Epochs to train the chosen size before it is written.", min=0)
@@ -249,5 +249,6 @@ _VERIFIED = {
     ".onnx": _exported,
     ".data": _exported,
     ".pt2": _exported,
+    ".pte": _exported,
 }
 """Function that verifies a file, by suffix; other files count if a manifest lists them."""

@@ -125,7 +125,7 @@ def _budgets(runs: Sequence[ReportedRun], kind: str) -> dict[str, float]:
 def _ledger(runs: Sequence[ReportedRun]) -> Markup:
     """Return a table of the costs of the models and of their training, relative to dense."""
     remark = note(
-        "The model is counted with each layer in its cheaper form, dense or factored. Training is "
+        "The model is counted with each layer in its smallest form. Training is "
         "counted by the parameters in memory and the expected forward MACs of a step, always "
         "factored; “as executed” counts the form in which each layer was computed."
     )

@@ -205,7 +205,7 @@ class Tuning:
     # -- one trial -------------------------------------------------------------------------------
 
     def _changed(self, penalty: float, lr: float | None = None) -> Recipe:
-        changes: dict[str, Any] = {"penalty": penalty, "budget": None}
+        changes: dict[str, Any] = {"penalty": penalty, "budget": None, "elastic": 0.0}
         if lr is not None:
             changes["optimizer"] = self.recipe.optimizer.model_copy(update={"lr": lr})
         return self.recipe.model_copy(update=changes)

@@ -27,7 +27,7 @@ class Reached:
     Args:
         epoch: Number of finished epochs.
         accuracy: Accuracy on validation data.
-        params: Parameters of the deployed model, each layer dense or factored.
+        params: Parameters of the deployed model, each layer in its smallest form.
         macs: MACs of the deployed model; only `explore` needs them.
         cost: MACs spent on the training so far, relative to one dense training.
     """
