@@ -229,6 +229,38 @@ def test_elastic_weighs_both_losses_alike_where_batches_are_accumulated(tmp_path
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_elastic_trains_a_language_model_with_dropout_and_goes_on(tmp_path: Path) -> None:
+    config = hf.GPT2Config(vocab_size=50, n_positions=12, n_embd=32, n_layer=2, n_head=2)
+    ids = torch.randint(1, 50, (64, 12), generator=torch.Generator().manual_seed(1))
+    ids[:, 1::2] = (ids[:, ::2] + 1) % 50
+    labels = ids.masked_fill(torch.arange(12) < 3, -100)
+    data = [{"input_ids": i, "labels": label} for i, label in zip(ids, labels, strict=True)]
+
+    def run(resume: Path | None = None) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = decompose(hf.GPT2LMHeadModel(config))
+        arguments = hf.TrainingArguments(
+            str(tmp_path), num_train_epochs=7, per_device_train_batch_size=8, learning_rate=3e-3,
+            gradient_accumulation_steps=2, use_cpu=True, report_to=[], save_strategy="epoch",
+            disable_tqdm=True, dataloader_pin_memory=False,
+        )  # fmt: skip
+        own = hf.Trainer(model, arguments, train_dataset=data)
+        callback = LoDTrainerCallback(own, method=Elastic, smallest=0.2)
+        own.add_callback(callback)
+        own.train(resume_from_checkpoint=resume)
+        return model, callback.lod
+
+    model, train = run()
+    assert train._plan is not None
+    batches = [batch for _, batch in zip(range(4), train._plan.batches, strict=False)]
+    now = train._losses_of_sizes(train._objective(batches))
+    assert sum(now) < sum(train._began)
+    for step in (8, 24):
+        again, _ = run(tmp_path / f"checkpoint-{step}")
+        task.assert_same_weights(again, model)
+
+
 def test_elastic_takes_a_loss_of_the_trainers_own(tmp_path: Path) -> None:
     def doubled(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return 2 * F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch

@@ -303,6 +303,7 @@ def test_elastic_says_which_phase_it_is_in_and_leaves_the_module_as_it_was(tmp_p
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("lod/total_rank")]
     assert [float(row["lod/consolidation"]) for row in rows] == [0.0, 0.0, 0.0, 1.0]
+    assert float(rows[0]["lod/relative_macs"]) == 1.0
     assert "training_step" not in vars(model)
 
     class Failing(Module):
@@ -316,6 +317,22 @@ def test_elastic_says_which_phase_it_is_in_and_leaves_the_module_as_it_was(tmp_p
         trainer(elastic()).fit(model, loader())
     assert "training_step" not in vars(model)
     assert all(m.active_rank == m.rank for m in model.modules() if isinstance(m, LowRank))
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.*:UserWarning:lightning")
+def test_elastic_trains_a_compiled_part_of_a_module() -> None:
+    class Net(Module):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    eager, compiled = decompose(Net()), decompose(Net())
+    compiled.net = torch.compile(compiled.net, backend="eager")
+    for model in (eager, compiled):
+        trainer(elastic()).fit(model, loader())
+    for one, other in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with pytest.raises(OptionError, match="Compile a part of it"):
+        trainer(elastic()).fit(torch.compile(module(), backend="eager"), loader())
 
 
 def test_elastic_asks_for_what_it_needs() -> None:

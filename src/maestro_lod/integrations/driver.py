@@ -114,7 +114,6 @@ class Driver:
             soft_loss: SoftLoss | None = options.pop("soft_loss", None)
             assert find_steps is not None
             self._steps = find_steps(soft_loss)
-            options.setdefault("example", self._steps.example)
             plan = replace(plan, batches=self._steps, loss=self._steps.loss)
         lod = self._method(model, optimizer, **options)
         saved, self._saved, self._epoch_open = self._saved, None, False
@@ -155,7 +154,7 @@ class Driver:
         Args:
             loss: The loss that the trainer has computed.
             seen: The outputs of the step.
-            scale: What the trainer has multiplied the mean over the batch with.
+            scale: The factor by which the trainer has multiplied the mean over the batch.
         """
         if not isinstance(self.lod, Elastic) or self.lod.phase == "whole" or self._steps is None:
             return loss

@@ -109,6 +109,11 @@ class LoDCallback(Callback):
                 f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers, but LoD "
                 "needs one. Return one with parameter groups from configure_optimizers."
             )
+        if self._driver.needs_batches and getattr(pl_module, "_compiler_ctx", None) is not None:
+            raise OptionError(
+                f"Elastic runs training_step on copies of {type(pl_module).__name__}, which is "
+                "compiled as a whole. Compile a part of it: module.net = torch.compile(module.net)."
+            )
         self._step, self._numbers = ExitStack(), None
         steps = functools.partial(_steps, trainer, pl_module)
         self._driver.start(pl_module, trainer.optimizers[0], _plan(trainer), steps)

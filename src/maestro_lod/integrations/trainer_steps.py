@@ -135,7 +135,10 @@ class FixedBatches:
 
 @dataclass(frozen=True)
 class StepInputs(ModelInputs):
-    """A trainer's batch: a model is called on it by running the trainer's step."""
+    """A trainer's batch: a model is called on it by running the trainer's step.
+
+    The arguments have the shapes of a call of the whole model, for counting its MACs.
+    """
 
     steps: TrainerSteps
     batch: Any
@@ -205,8 +208,9 @@ class TrainerSteps:
         self._probe()
 
     def __iter__(self) -> Iterator[tuple[StepInputs, None]]:
+        call = self.example or ModelInputs((), {})
         for batch in self._batches:
-            yield StepInputs((), {}, self, batch), None
+            yield StepInputs(call.args, call.kwargs, self, batch), None
 
     @property
     def loss(self) -> Loss:
@@ -225,9 +229,15 @@ class TrainerSteps:
             if self.target is not None:
                 target = model.get_submodule(self.target)
                 hooks.callback(target.register_forward_hook(note, with_kwargs=True).remove)
-            with self._precision():
-                loss = self._run(model, batch)
+            loss = self._run_eagerly(model, batch)
         return StepOutput(loss, *(seen[0] if len(seen) == 1 else (None, None)))
+
+    def _run_eagerly(self, model: nn.Module, batch: Any) -> Tensor:
+        """Run the step without compiling anything for it: copies run a few batches only."""
+        compiles = "torch._dynamo" in sys.modules
+        eager: Any = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+        with eager, self._precision():
+            return self._run(model, batch)
 
     def forget(self) -> None:
         """Drop the copy of the model's attributes."""
@@ -275,8 +285,8 @@ class TrainerSteps:
                 raise OptionError(
                     "the training data has no batch: ranks cannot be put into order. Give one."
                 )
-            with undisturbed(model_device(model)), self._precision():
-                self._run(model, first)
+            with undisturbed(model_device(model)):
+                self._run_eagerly(model, first)
         self.forget()
         if calls.get(""):
             self.example = calls[""][0][0]
