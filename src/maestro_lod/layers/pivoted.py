@@ -64,7 +64,8 @@ class PivotedOutputs(PivotedForm):
         output = both.index_select(self._dim, self.order)
         if self.bias is None:
             return output
-        return output + self.bias.view(-1, *[1] * (-1 - self._dim)).to(output.dtype)
+        bias = self.bias.view(-1, *[1] * (-1 - self._dim)).to(output.dtype)
+        return output.add_(bias)  # in its own memory: moving it is what this form costs
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, bias={self.bias is not None}"
