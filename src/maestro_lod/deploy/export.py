@@ -202,7 +202,10 @@ def _write(
     program, batch = _traced(plain, call, format)
     if quantize and format == "pte":
         with _refusing(plain, format):
-            quantized = _tools(format).quantized(program, samples)
+            any_call = call.drawn(model_device(plain))
+            quantized = _tools(format).quantized(
+                program, samples or [any_call], dynamic=not samples
+            )
         program, batch = _traced(quantized, ModelInputs(tuple(call.tensors), {}), format)
     with _refusing(plain, format):
         if quantize and format == "onnx":
