@@ -115,6 +115,7 @@ def runners(
             done = export(model, place / f"model.{suffix}", example=x)
         except lod.MaestroError as error:
             facts[runtime] = {"error": str(error)}
+            print(f"{runtime}: {error}")
             continue
         run = open_runner(done.path)
         runs[runtime] = lambda run=run: run(call)
