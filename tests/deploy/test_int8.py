@@ -50,7 +50,7 @@ def test_files_in_8_bits_are_a_quarter_and_answer_like_the_model(
     assert done.difference < 0.1
     as_model = FileModel(done, model, ModelInputs.wrap(x[:4]))
     with torch.no_grad():
-        got, expected = as_model(x), model(x)  # 40 rows, of which a .pte file takes 4 at once
+        got, expected = as_model(x), model(x)  # 40 rows, of which a .pte file takes 4
     assert got.shape == expected.shape
     assert (got - expected).abs().max() < 0.1 * expected.abs().max()
 

@@ -67,8 +67,10 @@ def test_no_other_ranks_within_a_limit_lose_less(seed: int, limit: int) -> None:
     model = lod.decompose(net(seed, (6, 5, 7)))
     torch.manual_seed(seed)
     layers, costs = low_rank_layers(model), Costs(model, None)
-    losses = {n: torch.rand(m.rank + 1).cumsum(0).flip(0) for n, m in layers.items()}
-    losses = {n: loss - loss[-1] for n, loss in losses.items()}
+    losses = {}
+    for name, layer in layers.items():  # convex in what the ranks cost
+        spent = torch.tensor([costs.layer(name, rank).params for rank in range(layer.rank + 1)])
+        losses[name] = 5 * torch.rand(1) * (1 - spent / spent[-1]) ** (1 + 3 * torch.rand(1))
 
     def total(a: int, b: int) -> float:
         return float(losses["0"][a] + losses["1"][b])
@@ -133,6 +135,17 @@ def test_the_smallest_size_is_not_held_to_the_ranks_of_larger_ones() -> None:
     found = nested_ranks(model, costs, losses, [small, large])
     assert found[small] == {"0": 3, "1": 1}
     assert found[large] == {"0": 3, "1": 2}
+
+
+def test_a_layer_that_needs_two_more_ranks_gets_them_in_time() -> None:
+    """The first of them brings nothing, and other layers always have some use for its cost."""
+    model = lod.decompose(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    stairs = torch.tensor([9.0, 9.0, 9.0, 1.0, *[0.0] * 13])
+    slope = torch.tensor([0.5 * 0.8**rank for rank in range(16)] + [0.0])
+    losses, costs = {"0": stairs, "1": slope}, Costs(model, None)
+    limits = [costs.at({"0": 1, "1": rank}).params for rank in range(1, 8)]
+    found = nested_ranks(model, costs, losses, limits)
+    assert [found[limit]["0"] for limit in limits[:3]] == [1, 2, 3]
 
 
 def test_losses_that_are_no_numbers_count_as_ruin() -> None:

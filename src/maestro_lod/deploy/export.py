@@ -63,9 +63,7 @@ class Exported:
     difference: float
     """The largest difference of an output to the model's, relative to the largest output."""
     batch: int | None
-    """The only batch size that the file takes; None if it takes several."""
-    max_batch: int | None
-    """The largest batch size that the file takes; None without a limit."""
+    """The only batch size that the file takes; None if it takes any."""
     seconds: float
     """The median time of one run at the example's batch size."""
     over_eager: float
@@ -82,8 +80,7 @@ class Exported:
 
     def __str__(self) -> str:
         kind = self.format if self.quantize is None else f"{self.format} {self.quantize}"
-        batch = "any batch size" if self.max_batch is None else f"batch sizes to {self.max_batch}"
-        batch = batch if self.batch is None else f"batch size {self.batch} only"
+        batch = "any batch size" if self.batch is None else f"batch size {self.batch} only"
         return (
             f"{self.path}: {kind}, {self.params:,} params, {self.bytes:,} bytes "
             f"({self.size_ratio:.2f}× the weights), max difference {self.difference:.1e}, "
@@ -105,7 +102,7 @@ def export(
     A low-rank model is extracted first, at its stored ranks. A temporary file is run on random
     inputs at two batch sizes and compared with the model, up to `TOLERANCE`, before it is moved to
     `path`; a failure leaves no file. Files take any batch size, if the model can be traced for it;
-    .pte files, whose memory is planned in advance, take batches up to that of the example.
+    .pte files take that of the example alone.
 
     >>> exported = export(model, "model.onnx", example=x)
 
@@ -155,9 +152,8 @@ def export(
     weight_bytes = sum(p.nbytes for p in plain.parameters())
     size = path.stat().st_size
     return Exported(
-        path, format, quantize, count_params(plain), weight_bytes, size, difference, batch,
-        call.batch_size if format == "pte" else batch, *times,
-    )  # fmt: skip
+        path, format, quantize, count_params(plain), weight_bytes, size, difference, batch, *times
+    )
 
 
 def _parts(batch: Example, size: int) -> list[ModelInputs]:
@@ -202,7 +198,10 @@ def _write(
     program, batch = _traced(plain, call, format)
     if quantize and format == "pte":
         with _refusing(plain, format):
-            quantized = _tools(format).quantized(program, samples)
+            any_call = call.drawn(model_device(plain))
+            quantized = _tools(format).quantized(
+                program, samples or [any_call], dynamic=not samples
+            )
         program, batch = _traced(quantized, ModelInputs(tuple(call.tensors), {}), format)
     with _refusing(plain, format):
         if quantize and format == "onnx":
@@ -283,13 +282,11 @@ def _traced(model: nn.Module, call: ModelInputs, format: str) -> tuple[ExportedP
     device, size = model_device(model), call.batch_size
     if format == "pte":
         model, call = _of_tensors(model, call)
-        if size == 1:  # memory is planned for the traced batch, and no larger one
-            with _refusing(model, format):
-                return torch.export.export(model, call.drawn(device).args), 1
+        with _refusing(model, format):  # some of its files for several sizes fail at all but one
+            return torch.export.export(model, call.drawn(device).args), size
     several = max(size, 2)  # torch.export treats a batch of one as a constant
     traced = call.drawn(device, batch=several)
-    most = several if format == "pte" else None
-    batch, shapes = Dim("batch", max=most), cast("Any", ShapesCollection)()
+    batch, shapes = Dim("batch"), cast("Any", ShapesCollection)()
     for tensor in traced.tensors:
         if tensor.ndim and tensor.shape[0] == several:
             shapes[tensor] = {0: batch}

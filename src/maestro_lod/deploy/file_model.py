@@ -18,7 +18,7 @@ class FileModel(nn.Module):
     def __init__(self, file: Exported, model: nn.Module, call: ModelInputs) -> None:
         """Open a file that was exported from a model; a call gives the structure of outputs."""
         super().__init__()
-        self._run, self._only, self._most = open_runner(file.path), file.batch, file.max_batch
+        self._run, self._size = open_runner(file.path), file.batch
         with torch.no_grad(), in_mode(model, training=False):
             leaves, self._structure = tree_flatten(call.call(model))
         self._leaves = leaves
@@ -26,7 +26,7 @@ class FileModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = ModelInputs(args, kwargs)
         count = call.batch_size
-        size = self._only or min(self._most or count, count)
+        size = self._size or count
         parts = [self._run(call.rows(start, size)) for start in range(0, count, size)]
         outputs = iter([torch.cat(tensors)[:count] for tensors in zip(*parts, strict=True)])
         leaves = [next(outputs) if isinstance(x, Tensor) else x for x in self._leaves]

@@ -80,10 +80,15 @@ def write(program: ExportedProgram, path: Path) -> None:
         path.write_bytes(lowered.to_executorch().buffer)
 
 
-def quantized(program: ExportedProgram, samples: Sequence[ModelInputs]) -> torch.nn.Module:
-    """Return a traced model in 8 bits; samples of its inputs give the ranges of activations."""
+def quantized(
+    program: ExportedProgram, samples: Sequence[ModelInputs], *, dynamic: bool
+) -> torch.nn.Module:
+    """Return a traced model in 8 bits; samples of its inputs give the ranges of activations.
+
+    If the ranges are dynamic, a sample is needed for those of the weights.
+    """
     with _without_messages():
-        settings = get_symmetric_quantization_config(is_per_channel=True, is_dynamic=not samples)
+        settings = get_symmetric_quantization_config(is_per_channel=True, is_dynamic=dynamic)
         prepared = prepare_pt2e(program.module(), XNNPACKQuantizer().set_global(settings))
         for sample in samples:
             prepared(*sample.tensors)

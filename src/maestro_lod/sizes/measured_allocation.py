@@ -7,7 +7,9 @@ ranks the loss follows the calibrated curve.
 
 `Allocation` minimizes the sum of losses for one size after the other. The smallest size comes
 first, because it has the fewest ranks to choose from; each larger one has at least its ranks in
-every layer. Only then are ranks added that seem to lose nothing, until the sizes are as large as
+every layer. That costs little, because curves are made convex before: where a layer gains nothing
+from one more rank and much from the next two, smaller sizes would otherwise spend what it needs on
+other layers. Only then are ranks added that seem to lose nothing, until the sizes are as large as
 asked for: the largest size comes first, and each smaller one has at most its ranks.
 """
 
@@ -17,6 +19,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -147,11 +150,19 @@ def nested_ranks(
     all_choices = rank_choices(model) if choices is None else choices
     allowed: dict[str, Sequence[int]] = {n: _thinned(each) for n, each in all_choices.items()}
 
+    def cost_of(name: str, rank: int) -> int:
+        return int(getattr(costs.layer(name, rank), cost))
+
+    convex = {
+        name: _convex(losses[name], {rank: cost_of(name, rank) for rank in each})
+        for name, each in allowed.items()
+    }
+
     def best(limit: int, chosen: Mapping[str, Sequence[int]], **options: float) -> dict[str, int]:
         return Allocation(
-            losses,
+            convex,
             chosen,
-            lambda name, rank: int(getattr(costs.layer(name, rank), cost)),
+            cost_of,
             most=limit,
             rest=int(getattr(costs.rest, cost)),
         ).within(limit, **options)
@@ -165,6 +176,25 @@ def nested_ranks(
         between = {name: range(rank, most[name] + 1) for name, rank in found[limit].items()}
         most = found[limit] = best(limit, {n: _thinned(each) for n, each in between.items()})
     return found
+
+
+def _convex(losses: Tensor, costs: Mapping[int, int]) -> Tensor:
+    """Return the largest convex function of the cost that is nowhere above the losses."""
+    corners: list[int] = []
+
+    def slope(low: int, high: int) -> float:
+        return float(losses[high] - losses[low]) / max(1e-9, costs[high] - costs[low])
+
+    for rank in costs:
+        while len(corners) > 1 and slope(corners[-1], rank) <= slope(*corners[-2:]):
+            corners.pop()
+        corners.append(rank)
+    lowered = losses.double().clone()
+    for low, high in pairwise(corners):
+        for rank in range(low + 1, high):
+            if rank in costs:
+                lowered[rank] = losses[low] + slope(low, high) * (costs[rank] - costs[low])
+    return lowered
 
 
 def _thinned(choice: range) -> list[int]:
