@@ -142,7 +142,8 @@ def compress(
                     say(f"not copied: {name} ({reason})")
 
         work.write(write)
-    say(f"{done}\n{quality_report(measured)}\nwritten to {out}")
+    sizes_found = f"\n{done.frontier}" if limits else ""
+    say(f"{done}{sizes_found}\n{quality_report(measured)}\nwritten to {out}")
 
 
 def distill(
