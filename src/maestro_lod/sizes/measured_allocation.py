@@ -35,7 +35,7 @@ CostKind = Literal["params", "macs"]
 _SHARES = (0.04, 0.1, 0.22, 0.45, 0.8)
 """Ranks at which a layer is measured, relative to the largest one that saves parameters."""
 _MOST_RANKS = 256  # of a layer that an allocation chooses from
-_LEAST, _MOST = 1e-9, 1e6  # of a loss: below is rounding, above is a model that is broken
+_LEAST, MOST_LOSS = 1e-9, 1e6  # below is rounding, above is a model that is broken
 
 
 @torch.no_grad()
@@ -57,10 +57,10 @@ def measure_losses(
         def added(layer: LowRank, rank: int) -> float:
             with activated({layer: rank}):
                 value = require_number(objective(model), "objective") - whole
-            return value if math.isfinite(value) else _MOST
+            return value if math.isfinite(value) else MOST_LOSS
 
         return {
-            name: _curve(
+            name: loss_curve(
                 energies[name][: layer.rank], _measured_ranks(layer), partial(added, layer)
             )
             for name, layer in layers.items()
@@ -81,8 +81,14 @@ def _measured_ranks(layer: LowRank) -> list[int]:
     return sorted({0, *(max(1, round(share * most)) for share in _SHARES)} - {layer.rank})
 
 
-def _curve(energy: Tensor, at: Sequence[int], added: Callable[[int], float]) -> Tensor:
-    """Return the loss at 0, 1, … ranks: measured at a few, between them by the lost energy."""
+def loss_curve(energy: Tensor, at: Sequence[int], added: Callable[[int], float]) -> Tensor:
+    """Return the loss at 0, 1, … ranks: measured at a few, between them by the lost energy.
+
+    Args:
+        energy: What each rank contributes to the outputs of the layer.
+        at: The ranks at which the loss is measured, in ascending order.
+        added: Measures the loss that is added at a rank.
+    """
     curve = torch.zeros(len(energy) + 1, dtype=torch.float64, device="cpu")
     if not at:
         return curve
@@ -92,7 +98,7 @@ def _curve(energy: Tensor, at: Sequence[int], added: Callable[[int], float]) -> 
     for i in reversed(range(len(at) - 1)):  # fewer ranks never lose less, but for noise
         losses[i] = max(losses[i], losses[i + 1])
     for rank in range(len(energy)):
-        curve[rank] = min(_between(rank, at, losses, logs), _MOST)
+        curve[rank] = min(_between(rank, at, losses, logs), MOST_LOSS)
     return curve
 
 
@@ -115,7 +121,7 @@ def nested_ranks(
     limits: Iterable[int],
     cost: CostKind = "params",
     *,
-    choices: Mapping[str, range] | None = None,
+    choices: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[int, dict[str, int]]:
     """Return the ranks for each limit on a cost that lose the least.
 
@@ -133,7 +139,7 @@ def nested_ranks(
     Returns:
         Limit → name → rank; where no ranks meet a limit, those of the least cost.
     """
-    all_choices = rank_choices(model) if choices is None else choices
+    all_choices: Mapping[str, Sequence[int]] = choices or rank_choices(model)
     allowed: dict[str, Sequence[int]] = {n: _thinned(each) for n, each in all_choices.items()}
     most = {name: max(float(loss[0]), _LEAST) for name, loss in losses.items()}
     lost = {name: loss / most[name] for name, loss in losses.items()}
@@ -152,7 +158,7 @@ def nested_ranks(
     return found
 
 
-def _thinned(choice: range) -> list[int]:
+def _thinned(choice: Sequence[int]) -> list[int]:
     """Return at most `_MOST_RANKS` of the ranks, the smallest and the largest among them."""
     step = max(1, len(choice) // _MOST_RANKS)
     return sorted({*choice[::step], choice[-1]})
