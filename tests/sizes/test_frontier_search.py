@@ -24,8 +24,9 @@ from maestro_lod.layers import LowRank
 from maestro_lod.layers.conv import LowRankConv
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.model.macs import dense_macs
-from maestro_lod.sizes.frontier_search import Frontier, Size, frontier
-from maestro_lod.sizes.strategies import METHODS
+from maestro_lod.sizes.frontier_search import METHODS, Frontier, Size, frontier
+from maestro_lod.sizes.measured_search import most_evaluations
+from maestro_lod.sizes.strategies import STEPWISE
 from maestro_lod.train.shrink import cut
 
 Search = Callable[..., Frontier]
@@ -174,7 +175,7 @@ def naive(
 
 
 @pytest.mark.parametrize("cost", ["macs", "params"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", STEPWISE)
 def test_the_exact_search_is_the_naive_one(case: Case, method: str, cost: Any) -> None:
     model, x, loss = case
     found = frontier(model, loss, method=method, cost=cost, exact=True)
@@ -234,7 +235,7 @@ def uses_of_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", STEPWISE)
 def test_the_quick_search_does_less_and_is_nearly_as_good(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +300,107 @@ def test_nothing_holds_the_model_afterwards() -> None:
     assert len(found) > 1
 
 
+# -- the measured search -------------------------------------------------------------------------
+
+
+def deep(layers: int) -> Case:
+    torch.manual_seed(0)
+    parts = [part for _ in range(layers) for part in (nn.Linear(6, 6), nn.Tanh())]
+    x = torch.randn(16, 6)
+    model = lod.decompose(nn.Sequential(*parts))
+    with torch.no_grad():
+        target = model(x)
+    return model, x, lambda m: F.mse_loss(m(x), target)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 11, 12, 24])
+def test_evaluations_are_bounded_linearly_in_layers(layers: int) -> None:
+    model, _, loss = deep(layers)
+    count = Counted(loss)
+    found = frontier(model, count, cost="params")
+    of_replay = 3 + layers  # the loss, whether it repeats, and whether outputs can be used again
+    assert count.count <= most_evaluations(layers) + of_replay
+    assert len(found) > 2
+    assert most_evaluations(11) == 18 * 11 + 110 and most_evaluations(300) == 7 * 300 + 75
+
+
+def test_larger_sizes_have_smaller_losses(case: Case) -> None:
+    model, _, loss = case
+    found = frontier(model, loss, cost="params")
+    assert found[0].ranks == lod.ranks(model)
+    assert all(rank == 1 for rank in found[-1].ranks.values())
+    rises = [later.loss - earlier.loss for earlier, later in itertools.pairwise(found)]
+    assert sum(rise > -0.05 for rise in rises) >= 0.8 * len(rises)
+
+
+@pytest.mark.parametrize("cost", ["macs", "params"])
+def test_sizes_are_about_as_good_as_those_of_the_papers_search(case: Case, cost: Any) -> None:
+    model, _, loss = case
+    found = frontier(model, loss, cost=cost)
+    papers = frontier(model, loss, cost=cost, method="greedy")
+    least = min(getattr(point, cost) for point in found) / _dense(found)
+    rises = [
+        found.point(**{f"max_{cost}": share}).loss - papers.point(**{f"max_{cost}": share}).loss
+        for share in (0.75, 0.5, 0.33, 0.25)
+        if share >= least
+    ]
+    assert sum(rises) <= 0.1 * len(rises)
+
+
+def _dense(found: Frontier) -> int:
+    dense: int = getattr(found.dense, found.cost)
+    return dense
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sizes_are_nearly_the_best_of_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = lod.decompose(nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 8)))
+    x = torch.randn(64, 9)
+    with torch.no_grad():
+        target = model(x)
+
+    def loss(m: nn.Module) -> Tensor:
+        return F.mse_loss(m(x), target)
+
+    found = frontier(model, loss, cost="params")
+    maps = [{"0": a, "2": b} for a in range(1, 8) for b in range(1, 8)]
+    every = frontier(model, loss, cost="params", ranks=maps)
+    for share in (0.75, 0.5):
+        best = every.point(max_params=share).loss
+        assert found.point(max_params=share).loss <= 1.15 * best
+
+
+def test_frozen_layers_are_searched_too() -> None:
+    model, _, loss = made("mlp")
+    expected = frontier(model, loss, cost="params")
+    assert frontier(model.requires_grad_(False), loss, cost="params") == expected
+
+
+def test_a_model_of_one_layer_has_sizes() -> None:
+    torch.manual_seed(0)
+    model, x = lod.decompose(nn.Sequential(nn.Linear(12, 10))), torch.randn(32, 12)
+    found = frontier(model, lambda m: m(x).square().mean())
+    ranks = [size.ranks["0"] for size in found]
+    assert ranks == sorted(ranks, reverse=True) and ranks[0] == 10 and ranks[-1] == 1
+
+
+def test_layers_of_rank_one_are_left_alone() -> None:
+    model, _, loss = made("mlp")
+    cut(model, {"2": 1})
+    found = frontier(model, loss)
+    assert {size.ranks["2"] for size in found} == {1}
+    cut(model, {"0": 1, "4": 1})
+    with pytest.raises(LayerError, match="has a rank at which it has fewer"):
+        frontier(model, loss)
+
+
+def test_a_size_that_cannot_be_reached_ends_at_the_smallest() -> None:
+    model, _, loss = made("mlp")
+    found = frontier(model, loss, until=0.01)
+    assert all(rank == 1 for rank in found[-1].ranks.values())
+
+
 # -- options -----------------------------------------------------------------------------------
 
 
@@ -322,12 +424,25 @@ def test_the_search_ends_where_it_is_told_to() -> None:
 def test_progress_is_told() -> None:
     model, _, loss = made("mlp")
     told: list[tuple[int, int, str]] = []
-    found = frontier(model, loss, until=0.5, on_progress=lambda *step: told.append(step))
+    found = frontier(
+        model, loss, method="greedy", until=0.5, on_progress=lambda *step: told.append(step)
+    )
     shares = [p.macs / found.dense.macs for p in found]  # type: ignore[operator]
     assert told == [
         (round(100 * max(0, 1 - share)), 100, f"{n} size{'s' * (n > 1)}, down to {share:.2f}×")
         for n, share in enumerate(shares, 1)
     ]
+
+
+def test_the_measured_search_tells_how_much_of_it_is_done() -> None:
+    model, _, loss = made("mlp")
+    told: list[tuple[int, int, str]] = []
+    found = frontier(model, loss, on_progress=lambda *step: told.append(step))
+    percents = [done for done, _, _ in told]
+    assert percents == sorted(percents) and percents[0] == 0 and 50 < percents[-1] <= 100
+    assert {total for _, total, _ in told} == {100}
+    assert told[1][2] == "1 size, down to 1.00×"
+    assert told[-1][2].startswith(f"{len(found)} sizes, down to ")
 
 
 def test_ranks_of_other_runs_are_evaluated() -> None:
@@ -461,6 +576,7 @@ def test_a_compiled_model_is_unwrapped() -> None:
     [
         ({"method": "gredy"}, "Did you mean 'greedy'"),
         ({"cost": "flops"}, "Choose 'macs' or 'params'"),
+        ({"exact": True}, "exact=True does not apply to method='measured'"),
         ({"step": 0.0}, "step=0.0 must be a share"),
         ({"step": math.nan}, "step=nan must be a share"),
         ({"step": 1.5}, "step=1.5 must be a share"),
@@ -533,9 +649,14 @@ def test_a_finished_search_needs_no_more_evaluations(tmp_path: Path) -> None:
     count = Counted(loss)
     assert frontier(model, count, resume=tmp_path, until=0.5) == first
     assert count.count == 6  # what the loss is, and whether outputs can be used again
-    further = frontier(model, loss, resume=tmp_path, until=0.3)  # going on further is fine
+
+
+def test_a_stepwise_search_goes_on_to_smaller_sizes(tmp_path: Path) -> None:
+    model, _, loss = made("mlp")
+    first = frontier(model, loss, method="greedy", resume=tmp_path, until=0.5)
+    further = frontier(model, loss, method="greedy", resume=tmp_path, until=0.3)
     assert further[: len(first)] == first.points
-    assert further == frontier(model, loss, until=0.3)
+    assert further == frontier(model, loss, method="greedy", until=0.3)
 
 
 @pytest.mark.parametrize("cut_off", [1, 7, 40, 200, 1000])
@@ -558,24 +679,24 @@ def test_unfinished_work_of_another_search_is_refused(tmp_path: Path) -> None:
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     for options, what in (
         ({"step": 0.2}, "step is 0.1, not 0.2"),
-        ({"method": "greedy"}, "method is 'look-ahead'"),
+        ({"method": "greedy"}, "method is 'measured'"),
         ({"cost": "params"}, "cost is 'macs'"),
-        ({"exact": True}, "exact is False"),
-        ({"ranks": [{"0": 3}]}, "method is 'look-ahead'"),
+        ({"until": 0.3}, "until is 0.5, not 0.3"),
+        ({"ranks": [{"0": 3}]}, "method is 'measured'"),
     ):
         with pytest.raises(OptionError, match=f"unfinished work of another call: {what}"):
-            frontier(model, loss, resume=tmp_path, **options)  # type: ignore[arg-type]
+            frontier(model, loss, resume=tmp_path, **{"until": 0.5, **options})  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="another call: loss is"):
-        frontier(model, lambda m: 2 * loss(m), resume=tmp_path)
+        frontier(model, lambda m: 2 * loss(m), resume=tmp_path, until=0.5)
     with pytest.raises(OptionError, match="another call: ranks is"):
-        frontier(lod.decompose(mlp(), ranks=3), loss, resume=tmp_path)
+        frontier(lod.decompose(mlp(), ranks=3), loss, resume=tmp_path, until=0.5)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other[0].u[:, -1], other[0].v[-1] = 2 * other[0].u[:, -1], other[0].v[-1] / 2
     with pytest.raises(OptionError, match=r"another call: (loss|model) is"):
-        frontier(other, loss, resume=tmp_path)
+        frontier(other, loss, resume=tmp_path, until=0.5)
     with pytest.raises(CheckpointError, match=r"line 1 of .* does not answer"):
-        frontier(model, loss, resume=tmp_path, accuracy=lambda m: 0.5)
+        frontier(model, loss, resume=tmp_path, until=0.5, accuracy=lambda m: 0.5)
     assert before == {file: file.read_bytes() for file in tmp_path.iterdir()}
 
 
@@ -621,7 +742,7 @@ def test_a_refused_search_keeps_its_last_line(tmp_path: Path) -> None:
     for content, options in ((whole, {"step": 0.2}), (damaged, {})):
         answers.write_bytes(content)
         with pytest.raises(lod.MaestroError, match=r"step is 0\.1|line 1 of"):
-            frontier(model, loss, resume=tmp_path, **options)  # type: ignore[arg-type]
+            frontier(model, loss, resume=tmp_path, until=0.5, **options)  # type: ignore[arg-type]
         assert answers.read_bytes() == content
 
 

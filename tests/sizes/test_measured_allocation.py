@@ -19,6 +19,7 @@ from maestro_lod.sizes.allocation import smallest_cost
 from maestro_lod.sizes.calibrated_allocation import rank_energies
 from maestro_lod.sizes.calibration import calibrate
 from maestro_lod.sizes.measured_allocation import (
+    convex_losses,
     count_measurements,
     measure_losses,
     nested_ranks,
@@ -144,7 +145,7 @@ def test_a_layer_that_needs_two_more_ranks_gets_them_in_time() -> None:
     slope = torch.tensor([0.5 * 0.8**rank for rank in range(16)] + [0.0])
     losses, costs = {"0": stairs, "1": slope}, Costs(model, None)
     limits = [costs.at({"0": 1, "1": rank}).params for rank in range(1, 8)]
-    found = nested_ranks(model, costs, losses, limits)
+    found = nested_ranks(model, costs, convex_losses(model, costs, losses), limits)
     assert [found[limit]["0"] for limit in limits[:3]] == [1, 2, 3]
 
 

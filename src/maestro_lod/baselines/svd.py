@@ -18,8 +18,7 @@ from maestro_lod.baselines.stages import epochs_of
 from maestro_lod.errors import OptionError, TrainingError
 from maestro_lod.model.cost import Cost
 from maestro_lod.model.surgery import decompose
-from maestro_lod.sizes.frontier_search import frontier
-from maestro_lod.sizes.strategies import METHODS
+from maestro_lod.sizes.frontier_search import METHODS, frontier
 from maestro_lod.train.method import setting
 from maestro_lod.train.size_settings import (
     Measure,

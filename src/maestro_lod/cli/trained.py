@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ from maestro_lod.train.evaluate import (
     evaluate,
     evaluation_loss,
     first_samples,
-    mean_loss,
     recalibrate,
+    score,
 )
 from maestro_lod.train.finetune import finetune
 from maestro_lod.train.fit import FitOptions
@@ -108,7 +108,13 @@ class Trained:
 # -- the frontier ------------------------------------------------------------------------------
 
 
-def search(trained: Trained, **options: Any) -> Frontier:
+_SEARCHED, _COMPARED = 256, 512
+"""Training samples on which the measured search chooses ranks, and then compares its sizes."""
+
+
+def search(
+    trained: Trained, *, method: str = "measured", resume: Path | None = None, **options: Any
+) -> Frontier:
     """Search the sizes of the model of a run on its training data.
 
     Accuracy is measured on validation data if there is any, never on test data. Shares are relative
@@ -116,29 +122,74 @@ def search(trained: Trained, **options: Any) -> Frontier:
 
     Args:
         trained: The model of a finished run.
+        method: As for `frontier`. "measured" chooses ranks on 256 samples, and compares the sizes
+            that it found on 512; the other methods do both on 2,048.
+        resume: A directory in which the search stores its progress.
         **options: Further arguments of `frontier`.
 
     Returns:
         All sizes.
     """
-    batches, loss = first_samples(trained.data.train), trained.loss
-    held_out = trained.data.validation or batches
-    has_classes = _has_classes(trained.model, batches)
+    if method != "measured" or options.get("ranks") is not None:
+        return _compared(trained, SAMPLES, method=method, resume=resume, **options)
+    searched, compared = (resume and resume / stage for stage in ("search", "sizes"))
+    few = _Samples.of(trained, _SEARCHED)
+    chosen = frontier(
+        trained.model, few.loss, example=trained.data.example, resume=searched, **options
+    )
+    options.pop("until", None)
+    ranks = [size.ranks for size in chosen[1:]]
+    found = _compared(trained, _COMPARED, ranks=ranks, memory=0, resume=compared, **options)
+    return replace(found, method=chosen.method)
+
+
+def _compared(trained: Trained, samples: int, **options: Any) -> Frontier:
+    """Search or evaluate sizes with the same training samples for all of them."""
+    batches, held_out = _Samples.of(trained, samples), trained.data.validation
+    accuracy = None
+    if _has_classes(trained.model, batches.batches):
+        accuracy = batches.accuracy
+        if held_out is not None:
+            accuracy = partial(_accuracy, batches=held_out)
     found = frontier(
-        trained.model,
-        lambda model: mean_loss(model, batches, loss),
-        example=trained.data.example,
-        accuracy=(lambda model: _accuracy(model, held_out)) if has_classes else None,
-        **options,
+        trained.model, batches.loss, example=trained.data.example, accuracy=accuracy, **options
     )
     dense = cost_of(dense_model_of(trained.run.recipe, trained.data), trained.data.example)
     return replace(found, dense=replace(found.dense, **asdict(dense)))  # which may be wider
 
 
+@dataclass(frozen=True)
+class _Samples:
+    """Training samples; one evaluation of a size returns its loss and its accuracy."""
+
+    batches: list[tuple[Any, Any]]
+    function: Loss
+    accuracies: dict[tuple[int, ...], float] = field(default_factory=dict)
+    """The accuracy at active ranks."""
+
+    @classmethod
+    def of(cls, trained: Trained, count: int) -> _Samples:
+        return cls(first_samples(trained.data.train, count), trained.loss)
+
+    def loss(self, model: nn.Module) -> float:
+        means = score(model, self.batches, self.function).means()
+        if "accuracy" in means:
+            self.accuracies[self._ranks(model)] = means["accuracy"]
+        return means.get("loss", math.nan)
+
+    def accuracy(self, model: nn.Module) -> float:
+        if self._ranks(model) not in self.accuracies:  # the loss is of a resumed search
+            self.loss(model)
+        return self.accuracies[self._ranks(model)]
+
+    def _ranks(self, model: nn.Module) -> tuple[int, ...]:
+        return tuple(layer.active_rank for layer in low_rank_layers(model).values())
+
+
 def find_frontier(
     trained: Trained,
     *,
-    method: str = "look-ahead",
+    method: str = "measured",
     cost: str = "macs",
     on_progress: OnProgress | None = None,
 ) -> Frontier:

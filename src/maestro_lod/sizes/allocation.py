@@ -54,10 +54,9 @@ class Allocation:
         for rank in choice:
             moved = self._grains(name, rank)
             if moved < places:
-                new = before[: places - moved] + float(losses[rank])
-                better = new <= best[moved:]
-                best[moved:][better] = new[better]
-                way[moved:][better] = rank
+                new, least = before[: places - moved] + float(losses[rank]), best[moved:]
+                way[moved:].masked_fill_(new <= least, rank)
+                torch.minimum(new, least, out=least)
         self._least, self._ways[name] = best, way
 
     def _grains(self, name: str, rank: int) -> int:

@@ -7,9 +7,7 @@ ranks the loss follows the calibrated curve.
 
 `Allocation` minimizes the sum of losses for one size after the other. The smallest size comes
 first, because it has the fewest ranks to choose from; each larger one has at least its ranks in
-every layer. That costs little, because curves are made convex before: where a layer gains nothing
-from one more rank and much from the next two, smaller sizes would otherwise spend what it needs on
-other layers. Only then are ranks added that seem to lose nothing, until the sizes are as large as
+every layer. Only then are ranks added that seem to lose nothing, until the sizes are as large as
 asked for: the largest size comes first, and each smaller one has at most its ranks.
 """
 
@@ -41,7 +39,7 @@ _SHARES = (0.04, 0.1, 0.22, 0.45, 0.8)
 FEW_SHARES = (0.1, 0.3, 0.7)
 """The same for large models; more samples are worth more than more ranks."""
 _MOST_RANKS = 256  # of a layer that an allocation chooses from
-_LEAST, _MOST = 1e-9, 1e6  # of a loss: below is rounding, above is a model that is broken
+_LEAST, MOST_LOSS = 1e-9, 1e6  # below is rounding, above is a model that is broken
 
 
 @torch.no_grad()
@@ -71,12 +69,12 @@ def measure_losses(
         def added(layer: LowRank, rank: int) -> float:
             with activated({layer: rank}):
                 value = require_number(objective(model), "objective") - whole
-            return value if math.isfinite(value) else _MOST
+            return value if math.isfinite(value) else MOST_LOSS
 
         curves = {}
         for name, layer in layers.items():
             at = _measured_ranks(layer, shares)
-            curves[name] = _curve(energies[name][: layer.rank], at, partial(added, layer))
+            curves[name] = loss_curve(energies[name][: layer.rank], at, partial(added, layer))
             on_progress(len(curves), len(layers), "measuring")
         return curves
 
@@ -95,8 +93,14 @@ def _measured_ranks(layer: LowRank, shares: Sequence[float]) -> list[int]:
     return sorted({0, *(max(1, round(share * most)) for share in shares)} - {layer.rank})
 
 
-def _curve(energy: Tensor, at: Sequence[int], added: Callable[[int], float]) -> Tensor:
-    """Return the loss at 0, 1, … ranks: measured at a few, between them by the lost energy."""
+def loss_curve(energy: Tensor, at: Sequence[int], added: Callable[[int], float]) -> Tensor:
+    """Return the loss at 0, 1, … ranks: measured at a few, between them by the lost energy.
+
+    Args:
+        energy: What each rank contributes to the outputs of the layer.
+        at: The ranks at which the loss is measured, in ascending order.
+        added: Measures the loss that is added at a rank.
+    """
     curve = torch.zeros(len(energy) + 1, dtype=torch.float64, device="cpu")
     if not at:
         return curve
@@ -106,7 +110,7 @@ def _curve(energy: Tensor, at: Sequence[int], added: Callable[[int], float]) -> 
     for i in reversed(range(len(at) - 1)):  # fewer ranks never lose less, but for noise
         losses[i] = max(losses[i], losses[i + 1])
     for rank in range(len(energy)):
-        curve[rank] = min(_between(rank, at, losses, logs), _MOST)
+        curve[rank] = min(_between(rank, at, losses, logs), MOST_LOSS)
     return curve
 
 
@@ -122,60 +126,28 @@ def _between(rank: int, at: Sequence[int], losses: Sequence[float], logs: Tensor
     return losses[right - 1] * math.exp(way * math.log(losses[right] / losses[right - 1]))
 
 
-def nested_ranks(
-    model: nn.Module,
-    costs: Costs,
-    losses: Mapping[str, Tensor],
-    limits: Iterable[int],
-    cost: CostKind = "params",
-    *,
-    choices: Mapping[str, range] | None = None,
-) -> dict[int, dict[str, int]]:
-    """Return the ranks for each limit on a cost that lose the least.
+def convex_losses(
+    model: nn.Module, costs: Costs, losses: Mapping[str, Tensor], cost: CostKind = "params"
+) -> dict[str, Tensor]:
+    """Return for each layer the largest convex function of the cost that is not above its loss.
 
-    A smaller limit never has more ranks in a layer than a larger one. Every layer keeps a rank, and
-    layers that are frozen keep all of theirs.
+    For sizes that are trained after they are chosen. Where a layer gains nothing from one more rank
+    and much from the next two, smaller sizes would spend what it needs on other layers, and no
+    larger size could take it back.
 
     Args:
         model: The low-rank model.
         costs: The costs of the model at any ranks.
         losses: The result of `measure_losses`.
-        limits: Limits on the cost, in any order.
-        cost: The cost that is limited.
-        choices: The ranks that each layer may have, by default all.
-
-    Returns:
-        Limit → name → rank; where no ranks meet a limit, those of the least cost.
+        cost: The cost that sizes limit.
     """
-    all_choices = rank_choices(model) if choices is None else choices
-    allowed: dict[str, Sequence[int]] = {n: _thinned(each) for n, each in all_choices.items()}
-
-    def cost_of(name: str, rank: int) -> int:
-        return int(getattr(costs.layer(name, rank), cost))
-
-    convex = {
-        name: _convex(losses[name], {rank: cost_of(name, rank) for rank in each})
-        for name, each in allowed.items()
+    return {
+        name: _convex(
+            losses[name],
+            {rank: int(getattr(costs.layer(name, rank), cost)) for rank in _thinned(each)},
+        )
+        for name, each in rank_choices(model).items()
     }
-
-    def best(limit: int, chosen: Mapping[str, Sequence[int]], **options: float) -> dict[str, int]:
-        return Allocation(
-            convex,
-            chosen,
-            cost_of,
-            most=limit,
-            rest=int(getattr(costs.rest, cost)),
-        ).within(limit, **options)
-
-    found: dict[int, dict[str, int]] = {}
-    for limit in sorted(set(limits)):
-        least = found[limit] = best(limit, allowed, full=0.0)
-        allowed = {name: [r for r in each if r >= least[name]] for name, each in allowed.items()}
-    most = {name: each[-1] for name, each in all_choices.items()}
-    for limit in sorted(found, reverse=True):
-        between = {name: range(rank, most[name] + 1) for name, rank in found[limit].items()}
-        most = found[limit] = best(limit, {n: _thinned(each) for n, each in between.items()})
-    return found
 
 
 def _convex(losses: Tensor, costs: Mapping[int, int]) -> Tensor:
@@ -197,7 +169,61 @@ def _convex(losses: Tensor, costs: Mapping[int, int]) -> Tensor:
     return lowered
 
 
-def _thinned(choice: range) -> list[int]:
+def nested_ranks(
+    model: nn.Module,
+    costs: Costs,
+    losses: Mapping[str, Tensor],
+    limits: Iterable[int],
+    cost: CostKind = "params",
+    *,
+    choices: Mapping[str, Sequence[int]] | None = None,
+) -> dict[int, dict[str, int]]:
+    """Return the ranks for each limit on a cost that lose the least.
+
+    A smaller limit never has more ranks in a layer than a larger one. Every layer keeps a rank, and
+    layers that are frozen keep all of theirs.
+
+    Args:
+        model: The low-rank model.
+        costs: The costs of the model at any ranks.
+        losses: The result of `measure_losses`.
+        limits: Limits on the cost, in any order.
+        cost: The cost that is limited.
+        choices: The ranks that each layer may have, by default all.
+
+    Returns:
+        Limit → name → rank; where no ranks meet a limit, those of the least cost.
+    """
+    all_choices: Mapping[str, Sequence[int]] = choices or rank_choices(model)
+    allowed: dict[str, Sequence[int]] = {n: _thinned(each) for n, each in all_choices.items()}
+
+    def cost_of(name: str, rank: int) -> int:
+        return int(getattr(costs.layer(name, rank), cost))
+
+    def best(limit: int, chosen: Mapping[str, Sequence[int]], **options: float) -> dict[str, int]:
+        return Allocation(
+            losses,
+            chosen,
+            cost_of,
+            most=limit,
+            rest=int(getattr(costs.rest, cost)),
+        ).within(limit, **options)
+
+    found: dict[int, dict[str, int]] = {}
+    for limit in sorted(set(limits)):
+        least = found[limit] = best(limit, allowed, full=0.0)
+        allowed = {name: [r for r in each if r >= least[name]] for name, each in allowed.items()}
+    most = {name: each[-1] for name, each in all_choices.items()}
+    for limit in sorted(found, reverse=True):
+        between = {
+            name: _thinned([rank for rank in each if found[limit][name] <= rank <= most[name]])
+            for name, each in all_choices.items()
+        }
+        most = found[limit] = best(limit, between)
+    return found
+
+
+def _thinned(choice: Sequence[int]) -> list[int]:
     """Return at most `_MOST_RANKS` of the ranks, the smallest and the largest among them."""
     step = max(1, len(choice) // _MOST_RANKS)
     return sorted({*choice[::step], choice[-1]})

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -15,6 +16,16 @@ from maestro_lod.layers.lowrank import LowRank
 from maestro_lod.layers.ranks import low_rank_layers
 from maestro_lod.layers.svd import svd_factors
 from maestro_lod.sizes.averages import require_no_other_average
+
+
+@torch.no_grad()
+def lost_energy(layer: LowRank) -> Tensor:
+    """Return the shares of its squared weights that a layer loses with 0, 1, … ranks."""
+    u, v = (f.double().cpu() for f in layer._matrices(*map(gathered, layer.stored_factors())))
+    products = ((u.mT @ u) * (v @ v.mT)).sum(0)  # of ranks as matrices, over all groups
+    tails = products.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0).clamp(min=0)
+    tails = F.pad(tails, (0, 1))
+    return tails / tails[0].clamp(min=1e-300)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Search methods: the choice of the next layer to cut, and of the number of ranks.
+"""Stepwise search: the choice of the next layer to cut, and of the number of ranks.
 
 A method is a generator. It changes the ranks of a `Search` step by step and yields submodels, each
 as ranks and loss. A layer moves down a ladder of ranks: each is about a tenth below the last and
@@ -34,9 +34,13 @@ class Search:
     answers: Answers
     ladders: dict[str, list[int]] = field(init=False)
     """The ranks of each layer, from the stored one down."""
+    tell: Callable[[float], object] = lambda share: None
+    """Takes the finished share of a search that knows how many evaluations it needs."""
 
     def __post_init__(self) -> None:
-        self.ladders = {name: self._ladder(name, rank) for name, rank in self.ranks.items()}
+        self.ladders = {
+            name: rank_ladder(self, name, rank, self.step) for name, rank in self.ranks.items()
+        }
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -72,25 +76,36 @@ class Search:
         name, rank = step
         return self.saved(name, rank) - self.saved(name, self.ranks[name])
 
+    def spent(self, ranks: Mapping[str, int]) -> int:
+        """Return the searched cost of the model at some ranks."""
+        spent: int = getattr(self.costs.at(ranks), self.cost)
+        return spent
+
+    @property
+    def dense(self) -> int:
+        """The searched cost of the dense model."""
+        dense: int = getattr(self.costs.dense, self.cost)
+        return dense
+
     def share(self, ranks: Mapping[str, int]) -> float:
         """Return the searched cost, relative to the dense model's."""
-        at: int = getattr(self.costs.at(ranks), self.cost)
-        dense: int = getattr(self.costs.dense, self.cost)
-        return at / max(1, dense)
-
-    def _ladder(self, name: str, rank: int) -> list[int]:
-        ladder = [rank]
-        while rank > 1:
-            saved, rank = self.saved(name, rank), min(_less(rank, self.step), rank - 1)
-            while rank >= 1 and self.saved(name, rank) <= saved:
-                rank -= 1
-            if rank >= 1:
-                ladder.append(rank)
-        return ladder
+        return self.spent(ranks) / max(1, self.dense)
 
     def in_order_of_use(self) -> list[str]:
         """Return the layers in the order in which the model uses them."""
         return sorted(self.ladders, key=self.replay.first_use)
+
+
+def rank_ladder(search: Search, name: str, rank: int, step: float) -> list[int]:
+    """Return the ranks of a layer from one down, each a share below the last, and cheaper."""
+    ladder = [rank]
+    while rank > 1:
+        saved, rank = search.saved(name, rank), min(_less(rank, step), rank - 1)
+        while rank >= 1 and search.saved(name, rank) <= saved:
+            rank -= 1
+        if rank >= 1:
+            ladder.append(rank)
+    return ladder
 
 
 def _less(rank: int, step: float) -> int:
@@ -206,7 +221,7 @@ def at_given_ranks(search: Search, maps: Iterable[Mapping[str, int]]) -> Iterato
         yield search.current
 
 
-METHODS: dict[str, Callable[[Search, bool], Iterator[Submodel]]] = {
+STEPWISE: dict[str, Callable[[Search, bool], Iterator[Submodel]]] = {
     "look-ahead": lambda search, exact: Greedy(search, ahead=True, exact=exact).submodels(),
     "greedy": lambda search, exact: Greedy(search, ahead=False, exact=exact).submodels(),
 }

@@ -64,6 +64,7 @@ from maestro_lod.sizes.calibration import calibrate
 from maestro_lod.sizes.latency import all_dense
 from maestro_lod.sizes.measured_allocation import (
     CostKind,
+    convex_losses,
     count_measurements,
     measure_losses,
     nested_ranks,
@@ -452,9 +453,10 @@ class Elastic:
         self._unfactored.hold(())
         self._take_over(twin, factors_only=True)
         objective, measured = self._objective(batches[:_MEASURED]), self._whole_model()
-        self._losses = self._agreed(measure_losses(measured, objective, energies))
-        limits = self.rungs.limits = self._limits()
         costs, whole = self.ledger.costs(self.model), ranks(self.model)
+        losses = measure_losses(measured, objective, energies)
+        self._losses = self._agreed(convex_losses(self.model, costs, losses, self.cost))
+        limits = self.rungs.limits = self._limits()
         self.rungs.dense = getattr(costs.dense, self.cost)
         found = nested_ranks(self.model, costs, self._losses, limits, self.cost)
         if self.smallest is not None:

@@ -254,12 +254,17 @@ def first_samples(train_data: Iterable[Batch], count: int = SAMPLES) -> list[tup
 
 def mean_loss(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> float:
     """Return the mean loss over all targets of some batches; NaN if all are ignored."""
-    device, score = model_device(model), Score()
+    return score(model, batches, loss).means().get("loss", math.nan)
+
+
+def score(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> Score:
+    """Return the losses and correct predictions of some batches, in the current modes."""
+    device, total = model_device(model), Score()
     for inputs, target in map(split_batch, batches):
         target = on_device(target, device)
         output = ModelInputs.wrap(inputs).to(device).call(model)
-        score.add(loss(output, target), output, target, summed=sums(loss))
-    return score.means().get("loss", math.nan)
+        total.add(loss(output, target), output, target, summed=sums(loss))
+    return total
 
 
 def judge(train_data: Iterable[Batch], loss: Loss) -> Callable[[nn.Module], float]:

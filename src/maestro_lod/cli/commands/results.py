@@ -81,8 +81,8 @@ def summary(
 def frontier(
     directory: options.FinishedRun,
     method: Annotated[
-        str, typer.Option(help="Search: look-ahead, or greedy as in the paper.")
-    ] = "look-ahead",
+        str, typer.Option(help="Search: measured, look-ahead, or greedy as in the paper.")
+    ] = "measured",
     cost: Annotated[str, typer.Option(help="Cost to reduce: macs or params.")] = "macs",
     trust: options.Trust = False,
     quiet: options.Quiet = False,
