@@ -41,7 +41,8 @@ from maestro_lod.train.schedule import cosine
 
 _MOST_LAYERS = 8  # of a block: those of a layer of a transformer
 _STEPS = 100  # of each block and size
-_LR = 0.015  # relative to the size of a weight
+_LRS = (0.015, 0.002)
+"""Relative to the size of a weight; the second where the first does not bring a block closer."""
 _SMALLEST = 0.05  # size of a weight
 _WARM_UP = 5  # steps
 
@@ -321,21 +322,38 @@ def _train(
     model: nn.Module, block: nn.Module, original: nn.Module, pairs: Sequence[_Pair], steps: int
 ) -> dict[str, Tensor]:
     """Train a block in place; return its state, nothing if its outputs did not come closer."""
-    for target in dict.fromkeys(target for _, target in pairs):
+    targets = list(dict.fromkeys(target for _, target in pairs))
+    for target in targets:
         with torch.no_grad():
             target.outputs = target.compute(original)
     parameters = _trained(model, block)
     if not parameters or not pairs or not _distance(block, pairs[0]).requires_grad:
         return {}
-    trained, held_out = hold_out([*pairs])
+    trained, held_out = ([p for p in pairs if p[1] in part] for part in hold_out(targets))
     former, before = copy.deepcopy(block.state_dict()), _mean_distance(block, held_out)
-    rates = [_LR * _size(parameter) for parameter in parameters]
+    for lr in _LRS:
+        _descend(block, parameters, trained, steps, lr)
+        if _mean_distance(block, held_out) < before:
+            return block.state_dict()
+        block.load_state_dict(former)
+    return {}
+
+
+def _descend(
+    block: nn.Module,
+    parameters: list[nn.Parameter],
+    pairs: Sequence[_Pair],
+    steps: int,
+    lr: float,
+) -> None:
+    """Train the parameters of a block by Adam, at rates relative to their size."""
+    rates = [lr * _size(parameter) for parameter in parameters]
     optimizer = Adam([{"params": [p]} for p in parameters])
     schedule = cosine(steps, warmup=_WARM_UP)
     generator, order = torch.Generator().manual_seed(0), list[int]()
     for step in range(steps):
-        order = order or torch.randperm(len(trained), generator=generator).tolist()
-        distance = _distance(block, trained[order.pop()])
+        order = order or torch.randperm(len(pairs), generator=generator).tolist()
+        distance = _distance(block, pairs[order.pop()])
         gradients = torch.autograd.grad(distance, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -343,10 +361,6 @@ def _train(
             group["lr"] = rate * schedule(step)
         optimizer.step()
     optimizer.zero_grad()
-    if _mean_distance(block, held_out) < before:
-        return block.state_dict()
-    block.load_state_dict(former)
-    return {}
 
 
 def _trained(model: nn.Module, block: nn.Module) -> list[nn.Parameter]:
