@@ -1,4 +1,4 @@
-"""Measured search: nested allocations for a ladder of limits, improved by measuring.
+"""Measured search: allocations for a ladder of limits, improved by measuring.
 
 A search that cuts step by step evaluates many submodels for each size. This one measures how much
 loss each layer alone adds at a few ranks, allocates the ranks of all sizes from these curves, and
