@@ -169,7 +169,12 @@ def test_svd_finds_what_a_search_of_the_trained_model_finds() -> None:
     whole = lod.decompose(trained[0])
     x, y = (torch.cat(part) for part in zip(*batches, strict=True))
     found = lod.frontier(
-        whole, lambda m: F.cross_entropy(m(x), y), cost="params", example=x[:1], until=0.6
+        whole,
+        lambda m: F.cross_entropy(m(x), y),
+        cost="params",
+        example=x[:1],
+        until=0.6,
+        method="look-ahead",
     )
     ranks = found.pick(max_params=0.6)
     assert lod.ranks(model) == ranks

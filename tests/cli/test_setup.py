@@ -220,7 +220,7 @@ def test_models_of_all_recipes_can_be_decomposed(name: str) -> None:
     chosen = recipe.decompose
     options: dict[str, Any] = {"only": chosen.only, "skip": chosen.skip or None}
     survey = lod.survey(model, **options, ranks=chosen.ranks, tied=chosen.tied)
-    assert len(survey.ranks) >= 5
+    assert len(survey.ranks) >= 3
     assert all(rank > 0 for rank in survey.ranks.values())
 
 

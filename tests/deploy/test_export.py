@@ -250,9 +250,10 @@ def test_a_shared_weight_is_stored_once(tmp_path: Path) -> None:
     small = lod.extract(lod.decompose(Tied(), tied="share"), 0.5)
     path = tmp_path / "tied.safetensors"
     done = export(small, path, example=torch.randint(60, (1, 4)))
-    assert sum(t.numel() for t in load_file(path).values()) == done.params
+    weights = [t for t in load_file(path).values() if t.is_floating_point()]  # no index of rows
+    assert sum(t.numel() for t in weights) == done.params
     rebuilt = load(path, into=Tied())
-    assert rebuilt.head[1].weight is rebuilt.embedding[0].weight
+    assert sum(p.numel() for p in rebuilt.parameters()) == done.params  # shared ones count once
     words = torch.randint(60, (2, 4))
     assert torch.equal(rebuilt(words), small(words))
 

@@ -301,9 +301,9 @@ class Distance:
 
 
 def _first(inputs: ModelInputs, batches: int, layers: int) -> ModelInputs:
-    """Return the first samples of a batch: their share of the data is one in so many layers.
+    """Return the first samples of a batch: fewer of them for models with more layers.
 
-    All of them where it is not plain which dimension counts the samples.
+    All of them if it is not clear which dimension counts the samples.
     """
     tensors = inputs.tensors
     if inputs.is_packed or not tensors or not tensors[0].ndim:

@@ -52,6 +52,9 @@ def choose(
             )
     if not (low_rank_layers(model) or limits or prefer_speed or multiple):
         return {}, None, copy.deepcopy(model)
+    known = {key: most for key, most in limits.items() if key != "max_latency"}
+    if known and sizes is not None:
+        sizes.point(**known)  # refuses what no size meets before anything is measured
     by_size = sizes is not None and sizes.dense.latency is not None and set(limits) & _BY_SIZE
     fast = prefer_speed or by_size or "max_latency" in limits
     measured = latency(model, example if timed is None else timed) if fast else None

@@ -17,7 +17,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Literal
 
 import torch
@@ -192,7 +192,8 @@ def nested_ranks(
         choices: The ranks that each layer may have, by default all.
 
     Returns:
-        Limit → name → rank; where no ranks meet a limit, those of the least cost.
+        Limit → name → rank, the largest limit first; where no ranks meet a limit, those of the
+        least cost.
     """
     all_choices: Mapping[str, Sequence[int]] = choices or rank_choices(model)
     allowed: dict[str, Sequence[int]] = {n: _thinned(each) for n, each in all_choices.items()}
@@ -209,14 +210,21 @@ def nested_ranks(
             rest=int(getattr(costs.rest, cost)),
         ).within(limit, **options)
 
-    found: dict[int, dict[str, int]] = {}
+    least: dict[int, dict[str, int]] = {}
     for limit in sorted(set(limits)):
-        least = found[limit] = best(limit, allowed, full=0.0)
-        allowed = {name: [r for r in each if r >= least[name]] for name, each in allowed.items()}
+        least[limit] = best(limit, allowed, full=0.0)
+        allowed = {
+            name: [rank for rank in each if rank >= least[limit][name]]
+            for name, each in allowed.items()
+        }
+    found: dict[int, dict[str, int]] = {}
     most = {name: each[-1] for name, each in all_choices.items()}
-    for limit in sorted(found, reverse=True):
+    in_order = sorted(least, reverse=True)
+    fewest = {name: each[0] for name, each in all_choices.items()}
+    for limit, smaller in zip_longest(in_order, in_order[1:]):
+        lowest = fewest if smaller is None else least[smaller]
         between = {
-            name: _thinned([rank for rank in each if found[limit][name] <= rank <= most[name]])
+            name: _thinned([rank for rank in each if lowest[name] <= rank <= most[name]])
             for name, each in all_choices.items()
         }
         most = found[limit] = best(limit, between)

@@ -28,7 +28,7 @@ from maestro_lod.sizes.strategies import Search, Submodel, rank_ladder
 
 
 class _Effort(NamedTuple):
-    """What is measured, in shares: few ranks of each layer if there are many layers."""
+    """Ranks and sizes to measure, as shares: few ranks of each layer if there are many layers."""
 
     first: tuple[float, ...]
     """Ranks of layers of the whole model, relative to the largest rank that saves anything."""

@@ -76,7 +76,7 @@ class Rungs:
         """What each size may cost."""
         self.ranks: list[dict[str, int]] = []
         self.dense = 1
-        """What the dense model costs."""
+        """The cost of the dense model."""
         self._drawn = 0  # of the sizes, by the last draw
 
     def chances(self) -> list[float]:
