@@ -195,7 +195,8 @@ def _added_names(dense: type[nn.Module]) -> set[str]:
     if dense is SharedHead.replaces:
         kinds.append(SharedHead)
     names = {name for kind in kinds if kind is not None for name in _names(kind)}
-    return {name for name in names - _names(dense) if not name.startswith("_")}
+    taken = {"bias", *getattr(kinds[0], "options", ())}  # from the layer, which has them
+    return {name for name in names - _names(dense) - taken if not name.startswith("_")}
 
 
 def _names(kind: type[nn.Module]) -> set[str]:
