@@ -21,6 +21,7 @@ from maestro_lod.sizes.calibration import calibrate
 from maestro_lod.sizes.measured_allocation import (
     convex_losses,
     count_measurements,
+    loss_curve,
     measure_losses,
     nested_ranks,
 )
@@ -147,6 +148,19 @@ def test_a_layer_that_needs_two_more_ranks_gets_them_in_time() -> None:
     limits = [costs.at({"0": 1, "1": rank}).params for rank in range(1, 8)]
     found = nested_ranks(model, costs, convex_losses(model, costs, losses), limits)
     assert [found[limit]["0"] for limit in limits[:3]] == [1, 2, 3]
+
+
+@given(
+    energy=st.lists(st.floats(-1.0, 1.0), min_size=3, max_size=12),
+    steepness=st.floats(1e-6, 1e6),
+)
+def test_curves_stay_between_what_was_measured_whatever_the_energies(
+    energy: list[float], steepness: float
+) -> None:
+    at = sorted({0, 1, len(energy) - 1})
+    curve = loss_curve(torch.tensor(energy), at, lambda rank: steepness / (1 + rank) ** 9)
+    assert bool(curve.isfinite().all()) and float(curve.min()) >= 0.0
+    assert all(float(curve[1]) >= float(value) * (1 - 1e-9) for value in curve[1:])
 
 
 def test_losses_that_are_no_numbers_count_as_ruin() -> None:

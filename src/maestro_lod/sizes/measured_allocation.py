@@ -119,10 +119,12 @@ def _between(rank: int, at: Sequence[int], losses: Sequence[float], logs: Tensor
     right = bisect.bisect_left(at, rank)
     if right in (0, len(at)):
         near = min(right, len(at) - 1)
-        return losses[near] * math.exp(float(logs[rank] - logs[at[near]]))
+        change = float(logs[rank] - logs[at[near]])
+        return losses[near] * math.exp(min(change, 0.0) if near else change)
     low, high = at[right - 1], at[right]
     whole = float(logs[low] - logs[high])
     way = float(logs[low] - logs[rank]) / whole if whole > 1e-12 else (rank - low) / (high - low)
+    way = min(max(way, 0.0), 1.0)  # energies of ranks that are not orthogonal may not fall
     return losses[right - 1] * math.exp(way * math.log(losses[right] / losses[right - 1]))
 
 

@@ -224,7 +224,7 @@ class Elastic:
             )
         if self.epochs is None or self.phase == "whole":
             self.epochs = plan.epochs
-            second = plan.epochs if self.trained else _consolidation_epochs(plan.epochs)
+            second = plan.epochs if self.trained else consolidation_epochs(plan.epochs)
             self.whole_epochs = plan.epochs - second
         self._count_macs(plan)
         self._limits()  # of MACs that were not known before
@@ -739,8 +739,12 @@ def _require_sizes(
     return None, tuple(sizes)
 
 
-def _consolidation_epochs(total: int) -> int:
-    """Return how many of all epochs are consolidation: what `total_epochs` adds."""
+def consolidation_epochs(total: int) -> int:
+    """Return how many of all epochs are consolidation: what `total_epochs` adds.
+
+    Args:
+        total: The epochs of both phases.
+    """
     return max(1, round(total * _SECOND / (1 + _SECOND))) if total > 1 else total
 
 

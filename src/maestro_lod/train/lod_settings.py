@@ -17,7 +17,7 @@ from maestro_lod.model.inputs import Example
 from maestro_lod.model.surgery import decompose
 from maestro_lod.sizes.measured_allocation import CostKind
 from maestro_lod.train.budget import Budget
-from maestro_lod.train.elastic import Elastic
+from maestro_lod.train.elastic import Elastic, consolidation_epochs
 from maestro_lod.train.lod import LoD
 from maestro_lod.train.method import Builder, Settings, setting
 from maestro_lod.train.sampling import STRATEGIES
@@ -123,6 +123,11 @@ class LoDSettings(Settings):
     def prepare(self, model: nn.Module) -> nn.Module:
         chosen = vars(self.decompose) | {"skip": self.decompose.skip or None}
         return decompose(model, **chosen)
+
+    def epochs_within(self, total: int) -> int:
+        if self.budget is None and not self.elastic:
+            return total
+        return max(1, total - consolidation_epochs(total))
 
     @classmethod
     def at_size(cls, size: float) -> dict[str, Any]:

@@ -146,6 +146,14 @@ class Settings(ABC):
     least_epochs: ClassVar[int] = 1
     """The smallest number of epochs that the method needs."""
 
+    def epochs_within(self, total: int) -> int:
+        """Return the epochs to ask for, so that with those that the method adds a run has `total`.
+
+        Args:
+            total: The epochs of the run in all.
+        """
+        return total
+
     @classmethod
     def at_size(cls, size: float) -> dict[str, Any]:
         """Return the settings for a model with this share of the dense parameters."""

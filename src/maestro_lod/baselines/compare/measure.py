@@ -104,12 +104,15 @@ def _outcome(entry: dict[str, Any]) -> Outcome:
 
 
 def _cut(training: Training) -> dict[float | None, Outcome]:
-    """Cut a trained model to each size by a frontier search, which is resumed if interrupted."""
+    """Cut a trained model to each size by a frontier search, which is resumed if interrupted.
+
+    Each size has a search of its own, so that it does not depend on the others.
+    """
     run, trained = training.run, Trained.of(training.run)
     resume = run.directory / "frontier-params.unfinished"
-    sizes = search(trained, cost="params", until=min(training.cuts), resume=resume)
     found: dict[float | None, Outcome] = {}
     for size in training.cuts:
+        sizes = search(trained, cost="params", until=size, resume=resume / f"{size:g}")
         found[size] = _at_size(trained, sizes, size)
     shutil.rmtree(resume, ignore_errors=True)
     return found

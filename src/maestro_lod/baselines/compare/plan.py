@@ -154,18 +154,18 @@ class ComparisonPlan:
         changes: Iterable[str],
     ) -> Run:
         mine = [change for change in self.changes if contender.has_use_for(change)]
+        own = contender.chosen(min(self.sizes))
+        mine += [f"method={contender.method}", *own, *contender.at_size(size)]
+        # as many epochs for all, those that a method adds included
+        epochs = load_recipe(self.recipe, mine).settings.epochs_within(pace.epochs)
         common = [
             f"optimizer.lr={pace.rate}",
-            f"epochs={pace.epochs}",
+            f"epochs={epochs}",
             f"seed={seed}",
-            *_stretched(self.base, pace.epochs),
+            *_stretched(self.base, epochs),
             *changes,
         ]
-        own = contender.chosen(min(self.sizes))
-        sized = contender.at_size(size)
-        recipe = load_recipe(
-            self.recipe, [*mine, f"method={contender.method}", *own, *sized, *common]
-        )
+        recipe = load_recipe(self.recipe, [*mine, *common])
         name = [contender.place, *own, *([] if size is None else [f"size={size:g}"])]
         name += [f"lr={pace.rate:g}", f"epochs={pace.epochs}", f"seed={seed}", *changes]
         return Run(self.out / "runs" / ",".join(name), recipe)
