@@ -28,9 +28,8 @@ QUICK = ["--set", "epochs=1", "--set", "data.limit=64", "--set", "threads=1"]
 
 def call(source: Path, *arguments: str) -> list[str]:
     """Return the command that is `lod …` of a checkout, whichever module it has it in."""
-    home = (
-        "maestro_lod.cli.main" if (source / "src/maestro_lod/app").exists() else "maestro_lod.cli"
-    )
+    older = (source / "src/maestro_lod/app").exists()
+    home = "maestro_lod.app.cli" if older else "maestro_lod.cli.main"
     run = (
         f"import sys; sys.path.insert(0, {str(source / 'src')!r}); from {home} import main; main()"
     )
