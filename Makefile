@@ -77,7 +77,7 @@ pythons: $(VENV)/.installed  ## try the wheel with each Python that is here: mak
 
 soak: $(VENV)/.installed  ## kill every command at random moments a thousand times (about an hour), count damage and locks
 	$(BIN)/python benchmarks/soak.py 1000
-	$(BIN)/python benchmarks/soak.py 500 --only compress heal deploy tune compare
+	$(BIN)/python benchmarks/soak.py 500 --only compress distill deploy tune compare
 	$(BIN)/python benchmarks/reliability.py damage locks hostile threads docs
 
 paper: $(VENV)/.installed  ## the paper's tables and figures: make paper ITEM=toy (all of them take hours)
